@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import ssl
 import time
 from _ssl import _test_decode_cert  # type: ignore[attr-defined]  # the library has no other way to read one
@@ -19,6 +20,7 @@ from idemconsumer.addresses import rabbitmq_parameters, rabbitmq_urls, redis_url
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import Settings
 
+_ALERT: Final = re.compile(r"alert [a-z ]*(certificate|unknown ca)")  # what the other side says of ours
 SOON: Final = 14 * 86_400.0  # seconds: who renews by a program does so before
 
 
@@ -78,9 +80,24 @@ def expired(file: str | None) -> str | None:
     if until is None or until > time.time():
         return None
     return (
-        f"our own certificate, {file}, has expired on {_day(until)}; renew that file, and the next attempt to connect "
+        f"our own certificate, {file}, expired on {_day(until)}; renew that file, and the next attempt to connect "
         "reads it"
     )
+
+
+def whose(refusal: str, dsn: str) -> str | None:
+    """Which certificate it is about, and what to do, where libpq could not connect: it says neither whose it is nor
+    which file. None where it is about none."""
+    if "certificate verify failed" in refusal:
+        return (
+            "the server's certificate is not accepted: renew it if it has expired, or set sslrootcert to the authority "
+            "that signed it"
+        )
+    if not _ALERT.search(refusal):
+        return None
+    if (file := _of_libpq(dsn)) is None:
+        return "the server requires a client certificate; set sslcert and sslkey"
+    return expired(file) or f"the server refuses our own certificate, {file}; have it signed by an authority it trusts"
 
 
 def ours(settings: Settings) -> Iterator[tuple[str, str]]:

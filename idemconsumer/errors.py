@@ -14,31 +14,31 @@ from datetime import timedelta
 
 
 class IdemConsumerError(Exception):
-    """The root of the tree.
+    """The base class of all errors of idemconsumer.
 
-    `by_function`: it left a user's function, which asked another app or another pool. So it says nothing about the
-    engine that called the function, whatever its type says (B12).
+    `by_function`: the error came out of a user's function that called another app or another pool. So whatever its
+    type, it says nothing about the engine that called the function.
     """
 
     by_function = False
 
 
 class ConfigurationError(IdemConsumerError):
-    """A mistake in code or settings. The text says where, and what to write instead."""
+    """Code or settings are wrong. The text says where, and what to write instead."""
 
 
 class NothingFound(IdemConsumerError):
-    """What a person has asked about is not there. Nothing was done."""
+    """The thing that a person asked for does not exist. Nothing was done."""
 
 
 class Replaced(ConfigurationError):
-    """Another process has this worker's place, by a setting that should differ. Met while running, by this worker
-    alone."""
+    """Another process has taken this worker's place, since both have the same value of a setting that must differ.
+    Raised while running, in this worker alone."""
 
 
 class HandlerError(ConfigurationError):
-    """A handler that cannot be run as written: `handler` is its name, `problem` what is wrong, `instead` what to write
-    in its place."""
+    """A handler cannot run as written: `handler` is its name, `problem` is the mistake, and `instead` is the
+    correction."""
 
     def __init__(self, handler: str, problem: str, instead: str) -> None:
         super().__init__(f"handler {handler!r}: {problem}; {instead}")
@@ -48,12 +48,11 @@ class HandlerError(ConfigurationError):
 
 
 class BadMessage(IdemConsumerError):
-    """A message that can never be run: undecodable, without its key, too large, deadly to whoever decodes it.
+    """A message can never run: it cannot be decoded, has no key, is too large, or kills the process that decodes it.
 
     `reason` is the dead letter's reason (`undecodable`, `key_missing`, `key_invalid`, `oversized`, `killed_worker`,
-    `unreadable`).
-    `detail` says what is wrong and never quotes the payload, since it is logged. `attempts` is how often it was tried,
-    and `record` the key under which that is on record.
+    `unreadable`). `detail` explains the problem; since it is logged, it never quotes the payload. `attempts` counts the
+    tries, and `record` is the key under which that count is stored.
     """
 
     def __init__(self, reason: str, detail: str, *, attempts: int = 0, record: bytes | None = None) -> None:
@@ -65,8 +64,8 @@ class BadMessage(IdemConsumerError):
 
 
 class NotReadNow(BadMessage):
-    """A message that `decode=` cannot read now: it asks for another attempt, or what it needs is away. Nobody is to
-    blame, and it is read again (D26). `error` is what it raised."""
+    """`decode=` cannot read a message now: it asks for another attempt, or a server that it needs is away. Nothing is
+    at fault, and the message is read again (D26). `error` is the exception that it raised."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__("undecodable", f"decode= raised {type(error).__name__}, and is tried again")
@@ -74,14 +73,14 @@ class NotReadNow(BadMessage):
 
 
 class CannotKeep(IdemConsumerError):
-    """A store's own word that it can keep this result for nobody. Nothing of it is stored."""
+    """A store reports that it cannot keep this result for anyone. Nothing of it is stored."""
 
 
 class Retry(IdemConsumerError):
-    """Raised by a handler: roll back and run me again after `after`: seconds, a duration like "5s", or the backoff.
+    """A handler raises this to roll back and run again after `after`: seconds, a duration like "5s", or the backoff.
 
-    It costs an attempt. `message` is for people: it is stored as the error of the attempt, and logged as one (R13).
-    Raised by a `decode=`: read the message again then, at no cost.
+    It costs an attempt. `message` is for people: it is stored as the attempt's error, and logged. If `decode=` raises
+    it, the message is read again after that time, at no cost.
     """
 
     def __init__(self, message: str = "", *, after: str | float | timedelta | None = None) -> None:
@@ -90,9 +89,11 @@ class Retry(IdemConsumerError):
 
 
 class Reject(IdemConsumerError):
-    """Raised by a handler: final refusal. Effects roll back; `code` and `body` are stored for duplicates.
+    """A handler raises this to refuse a message for good. Effects roll back; `code` and `body` are stored for
+    duplicates.
 
-    `status` is the HTTP status, from 400 to 599, for who asks for what `app.accept` has taken; it is stored with them.
+    `status`, an HTTP status from 400 to 599, is stored with them. Clients that ask for the result of an `app.accept`
+    get it.
     """
 
     def __init__(self, code: str, body: object = None, *, status: int | None = None) -> None:
@@ -108,9 +109,10 @@ SIGNAL_TIMEOUT: str = "signal_timeout"
 
 
 class SignalTimeout(Reject):
-    """Raised by `saga.wait`: the signal did not come in time. `signal` is its name.
+    """`saga.wait` raises this if the signal did not come in time. `signal` is its name.
 
-    A handler that does not catch it is rejected: its finished steps are undone, and the code is `signal_timeout`.
+    If the handler does not catch it, the saga is rejected with the code `signal_timeout`: its finished steps are
+    undone.
     """
 
     def __init__(self, signal: str) -> None:
@@ -119,15 +121,20 @@ class SignalTimeout(Reject):
 
 
 class Unavailable(IdemConsumerError):
-    """A server cannot be used now. Nothing was settled; what was running is rolled back."""
+    """A server cannot be used now. Nothing was settled; runs in progress are rolled back."""
 
 
 class StoreUnavailable(Unavailable):
     """The database cannot be reached, or the connection broke before COMMIT was sent."""
 
 
+class StoreChanged(StoreUnavailable):
+    """The database answers, but has changed: a table, column, function or sequence of ours, or a right of the role, is
+    not as one of our statements needs it. The text says what to do; after that, work goes on by itself."""
+
+
 class Denied(ConfigurationError):
-    """The database's role lacks rights. `reads`: it has all those that reading takes."""
+    """The database's role lacks rights. `reads`: it has all rights that reading needs."""
 
     def __init__(self, text: str, *, reads: bool = False) -> None:
         super().__init__(text)
@@ -135,11 +142,11 @@ class Denied(ConfigurationError):
 
 
 class LockNotGiven(StoreUnavailable):
-    """Others kept a lock that a migration needs for longer than was to be waited. Nothing of it is applied."""
+    """Others kept a lock that a migration needs for longer than the wait allowed. Nothing of it is applied."""
 
 
 class ServerSilent(StoreUnavailable):
-    """A statement, or the request to cancel it, got no answer. That the function was late is not its own fault."""
+    """A statement, or the request to cancel it, got no answer. If the function was late, that was not its fault."""
 
 
 class ConnectionLost(StoreUnavailable):
@@ -155,7 +162,7 @@ class CrashedBeside(ConnectionLost):
 
 
 class BrokerUnavailable(Unavailable):
-    """The broker cannot be reached, or a source does not exist. The text says which and what to do."""
+    """The broker cannot be reached, or a source does not exist. The text names it and says what to do."""
 
 
 class SessionEnded(Unavailable):
@@ -167,12 +174,14 @@ class Interrupted(IdemConsumerError):
 
 
 class OfTheEngine(BaseException):
-    """Raised by the engine where a user's function runs: it ends that, and is never the function's failure (B18)."""
+    """The engine raises this where a user's function runs. It ends the function, and is never the function's failure
+    (B18)."""
 
 
 class RunEagerly(OfTheEngine):
-    """A statement that was sent ahead has failed: one of the handler's run number `run` in its transaction, or None if
-    that is not certain. Without an `error` somebody asked for a count that is not known yet. All is run again (J27)."""
+    """A statement that was sent without waiting has failed, in the handler's run number `run` of its transaction (J27).
+    `run` is None if that is not certain. Without an `error`, code asked for a count that is not known yet. All of it
+    runs again."""
 
     def __init__(self, run: int | None = None, error: Exception | None = None) -> None:
         super().__init__(run, error)
@@ -181,8 +190,8 @@ class RunEagerly(OfTheEngine):
 
 
 class NestedRun(OfTheEngine):
-    """A handler that `app.process` runs has called it, and would wait for a second connection with one in its hands
-    (J29)."""
+    """A handler that `app.process` runs has called it again (J29). It would wait for a second connection while it has
+    one."""
 
 
 class Fenced(Interrupted):
@@ -194,13 +203,13 @@ class SagaCancelled(Fenced):
 
 
 class SagaParked(IdemConsumerError):
-    """A saga that only a person can continue. `reason` is its dead letter's reason."""
+    """Only a person can continue the saga. `reason` is its dead letter's reason."""
 
     reason = ""
 
 
 class SagaChanged(SagaParked):
-    """The handler no longer fits what is recorded of the saga."""
+    """The handler no longer fits the recorded steps of the saga."""
 
     reason = "saga_changed"
 

@@ -87,7 +87,7 @@ def leave(error: BaseException | None = None) -> NoReturn:
     error, code = error or sys.exc_info()[1], 1
     if not isinstance(error, SystemExit):
         log.error(
-            "a process that was forked in a handler came back from it, ending it",
+            "a process forked in a handler returned from it, ending that process",
             exc_info=error,
             instead="end it with os._exit(0), or start a function with multiprocessing.Process",
         )

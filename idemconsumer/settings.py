@@ -32,7 +32,9 @@ FORMATS: Final = ("auto", "json", "console")
 LEVELS: Final = ("debug", "info", "warning", "error")
 
 # Our own variables that are not settings: a parent passes them to its workers, or the demo or the tests use them.
-_INTERNAL: Final = {"WORKER", "LIFELINE", "LAST_WILL", "LAST_WORDS", "REPORTS", "DEV", "DEMO_PAUSE", "TEST_CACHE"}
+_INTERNAL: Final = {
+    "WORKER", "LIFELINE", "LAST_WILL", "LAST_WORDS", "REPORTS", "DEV", "DEMO_PAUSE", "TEST_CACHE", "TEST_DSN",
+}  # fmt: skip
 # Kubernetes and Docker put these into every container when a service is named idemconsumer or idemconsumer-….
 _OF_A_SERVICE: Final = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 _LEAST: Final = {
@@ -66,9 +68,60 @@ _BOOLEANS: Final = {
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that can be set from outside. Each field `x_y` is the variable IDEMCONSUMER_X_Y.
 
-    Times are seconds, sizes bytes; `delivery_log` is a duration with its unit. `dsn`, `kafka` and `rabbitmq` have no
-    default: a worker that needs one and has none refuses to start. `sqs` is an endpoint to use instead of
-    AWS. ConfigurationError for a value out of its range.
+    Times are seconds, sizes bytes; `delivery_log` is a duration with its unit. Raises ConfigurationError for a value
+    out of its range.
+
+    * `dsn`: the Postgres that holds both the records and your data. A worker without it refuses to start.
+    * `listen_dsn`: the server's own address, if `dsn` leads to a pooler. With it, workers are notified of messages in
+      Postgres queues instead of polling.
+    * `schema`: the schema of idemconsumer's tables.
+    * `require_synchronous_standby`: refuse to run, and to commit, unless COMMIT waits for a synchronous standby.
+    * `key_secrets`: `new[,old]`, each of at least 32 characters. Keys and fingerprints are hashed with them, so that a
+      reader of the database cannot guess keys.
+    * `kafka`: the brokers, `host:9092[,host:9092]`.
+    * `kafka_security_protocol`: `PLAINTEXT`, `SSL`, `SASL_PLAINTEXT` or `SASL_SSL`.
+    * `kafka_sasl_mechanism`: `PLAIN`, `SCRAM-SHA-256`, `SCRAM-SHA-512`, `OAUTHBEARER` or `AWS_MSK_IAM`. The last one
+      needs `pip install 'idemconsumer[msk]'`, and region and credentials as for SQS.
+    * `kafka_sasl_username`: the user; for `OAUTHBEARER` the id of the client.
+    * `kafka_sasl_password`: the password; for `OAUTHBEARER` the secret of the client.
+    * `kafka_oauth_token_url`: for `OAUTHBEARER`, the OAuth server that gives tokens for client credentials.
+    * `kafka_oauth_scope`: for `OAUTHBEARER`, the scope to request for the token.
+    * `kafka_ca_file`: a PEM file with the trusted authorities. Python 3.13 and newer accepts an authority only if its
+      certificate has a key usage extension. A renewed file is read before the next connection.
+    * `kafka_cert_file`: a PEM file with the client's certificate.
+    * `kafka_key_file`: a PEM file with the key of that certificate.
+    * `kafka_group_instance_id`: static membership, with which a rolling restart causes no rebalance. Each program needs
+      its own: if two live programs have the same one, the one that joined first stops.
+    * `kafka_session_timeout`: how long Kafka waits for a dead worker before its partitions go to others.
+    * `kafka_auto_offset_reset`: where a group without offsets begins: `earliest` or `latest`.
+    * `rabbitmq`: the servers, `amqp(s)://user:password@host[:5672][,host…]/vhost`.
+    * `rabbitmq_management`: `http://user:password@host:15672`, for `check` to read queue limits.
+    * `sqs`: an endpoint to use instead of AWS, such as `http://localhost:9324`. Region (unless an ARN or a URL names
+      it) and credentials come from the usual `AWS_…` variables, profile or role.
+    * `redis`: the Redis in which HTTP requests are kept, or to which they are copied: `redis://user:password@host:6379/0`,
+      `sentinel://user:password@host:26379[,host:26379]/service/0` or `cluster://user:password@host:6379[,host:6379]`;
+      `rediss`, `sentinels` and `clusters` for TLS.
+    * `redis_replicas`: how many replicas of Redis must confirm a claim or a response before it counts; not with a
+      cluster.
+    * `redis_outage`: what happens to requests kept in Redis while Redis is down. `closed` answers them with 503; `open`
+      runs them without a claim, and their responses have `Idempotent-Unclaimed: true`.
+    * `workers`: the number of worker processes.
+    * `concurrency`: how many messages or groups each handler runs at a time in one process. A handler's own
+      `concurrency` comes first.
+    * `handlers`: run only these handlers, separated by commas. Without it all handlers of the app run.
+    * `build`: the version of the code, such as a git sha. A saga that one build cannot continue goes to another.
+      Without it, a hash of the source of the handlers' packages is used.
+    * `drain_timeout`: the time to finish runs in progress after a request to stop.
+    * `until_empty`: exit when every source is empty.
+    * `log_format`: `json`, `console`, or `auto`: `console` on a terminal, else `json`.
+    * `log_level`: `debug`, `info`, `warning` or `error`.
+    * `log_error_text`: no: the log has the types and places of errors, but not their texts.
+    * `ops_port`: `[HOST:]PORT` where the launcher serves metrics and probes. Without it they are not served.
+    * `tracing`: follow messages in OpenTelemetry's traces.
+    * `max_message_bytes`: larger messages (body, headers and record key together) become dead letters unparsed.
+    * `max_bytes_in_hand`: how many bytes of messages one process may hold, of all sources together.
+    * `prune_every`: the time between two pruning passes, of all workers of the schema together.
+    * `delivery_log`: how long the outcome of each delivery is kept, such as `1d`. Without it none is kept.
     """
 
     dsn: str | None = None
@@ -126,8 +179,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 def load(environ: Mapping[str, str] | None = None, directory: Path | None = None, **flags: Any) -> Settings:
     """Merge all layers. A flag that is None and an empty variable count as not given.
 
-    Raises ConfigurationError naming the flag, variable or line, for a value that is not allowed and for a name that
-    looks like a misspelt setting.
+    Raises ConfigurationError for a value that is not allowed, and for a name that looks like a misspelt setting. The
+    text names the flag, variable or line.
     """
     environ = os.environ if environ is None else environ
     path = (directory or Path.cwd()) / "pyproject.toml"
@@ -194,7 +247,7 @@ def _pyproject(path: Path) -> dict[str, Any]:
     for name in named:
         if name not in Settings.__struct_fields__:
             near = _nearest(name)
-            hint = f"did you mean `{near}`?" if near else "docs/operations.md lists all settings"
+            hint = f"did you mean `{near}`?" if near else "docs/reference/settings.md lists all settings"
             raise ConfigurationError(f"there is no setting `{name}`, in [tool.idemconsumer] of {path}; {hint}")
     return named
 

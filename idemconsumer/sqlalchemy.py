@@ -49,16 +49,17 @@ _OVER: Final = "the SQLAlchemy session was used after its block had ended; use i
 
 @asynccontextmanager
 async def session(tx: Tx) -> AsyncIterator[AsyncSession]:
-    """An AsyncSession in the handler's own transaction: `async with session(tx) as db:`.
+    """Open an AsyncSession in the handler's own transaction: `async with session(tx) as db:`.
 
-    What it writes is committed together with the message's record, or not at all. What is pending at the end of the
-    block is flushed there. `begin_nested()` is a savepoint. `commit()` and `rollback()` raise HandlerFault: the engine
-    commits, and Reject or Retry undo the message. An error that leaves the block, or a flush that fails outside of
-    begin_nested(), undoes the message too, also if the handler catches it. After the block, after the handler has ended
-    and in another event loop, using the session raises HandlerFault. Objects keep what they had loaded.
+    Everything that it writes is committed together with the message's record, or not at all. Pending objects are
+    flushed at the end of the block. `begin_nested()` is a savepoint. `commit()` and `rollback()` raise HandlerFault:
+    the engine commits, and Reject or Retry undo the message. An error that leaves the block, or a flush that fails
+    outside of begin_nested(), undoes the message too, even if the handler catches it. After the block, after the
+    handler has ended and in another event loop, using the session raises HandlerFault. Objects keep the values that
+    they had loaded.
 
-    Everything said of `tx.connection` holds, which this takes: its session is reset after the handler, and closed if
-    the handler fails. Not covered: an engine of your own, whose commits are another transaction.
+    This takes `tx.connection`, so the same rules hold: the connection's session is reset after the handler, and closed
+    if the handler fails. Not covered: an engine of your own, whose commits are another transaction.
     """
     given = _Given(cast(PostgresTx, tx))
     engine = await _engine(given)

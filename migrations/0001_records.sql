@@ -148,6 +148,20 @@ begin
 end
 $$;
 
+-- J3: a transaction in which no code of a user's runs is sealed as it opens, unless its session is not as it was (J25):
+-- `expected` is empty where that is not known. Returns what it is.
+create function {schema}.open_sealed(token text, lock_timeout text, expected text, session text)
+returns text language plpgsql as $$
+begin
+    if expected operator(pg_catalog.<>) '' and expected operator(pg_catalog.<>) session then
+        raise exception 'the session is not as it was' using errcode = 'IC001';
+    end if;
+    perform pg_catalog.set_config('idemconsumer.open', token, true),
+        pg_catalog.set_config('lock_timeout', lock_timeout, true), {schema}.seal(token);
+    return session;
+end
+$$;
+
 -- The claim of a whole group, in one round trip with BEGIN.
 --
 -- One atomic insert (R3). The advisory lock comes first, in the same statement: without it the insert would block behind

@@ -59,12 +59,17 @@ begin
         select h.key into not_text from jsonb_each(given) as h
         where not case jsonb_typeof(h.value) when 'string' then true when 'null' then true
             when 'object' then h.value - 'base64' = '{{}}' and jsonb_typeof(h.value -> 'base64') is not distinct from 'string'
+                and h.value ->> 'base64' ~ '^([A-Za-z0-9+/]{{4}})*([A-Za-z0-9+/]{{2}}==|[A-Za-z0-9+/]{{3}}=)?$'
             else false end
         limit 1;
         if found then
             raise exception 'the header % is not a text', quote_literal(not_text)
-                using errcode = '22023', hint = 'Write {{"n": "1"}} for a number, and leave out what has no value.';
+                using errcode = '22023', hint = 'Write {{"n": "1"}} for a number, {{"n": {{"base64": "AP8="}}}} for bytes, without line '
+                    'breaks, and leave out what has no value.';
         end if;
+    end if;
+    if queue in ('', 'postgres:') then
+        raise exception 'the queue has no name' using errcode = '22023', hint = 'Write one, such as orders or kafka:orders.';
     end if;
     if octet_length(queue) > 1000 then
         raise exception 'the name % has % bytes', quote_literal(left(queue, 60) || '...'), octet_length(queue)
@@ -80,13 +85,17 @@ begin
                 'Write a queue''s name, or exchange/routing.key, of 1 to 255 bytes.'
             when queue ~ '^rabbitmq:' and octet_length(key) > 255 then
                 'The key becomes the message id, of at most 255 bytes: give a hash of it.'
+            when queue ~ '^sqs:' and queue !~ ('^sqs:(|arn:aws[a-z-]*:sqs:[a-z0-9-]+:[0-9]{{12}}:'
+                    || '|https?://[][a-zA-Z0-9.:-]+/([^@?#[:space:]]*/)?)[a-zA-Z0-9_-]{{1,80}}(\.fifo)?$') then
+                'Write a queue''s name, as sqs:orders, its ARN, or its URL without credentials.'
             when queue ~ '^sqs:' and coalesce(given ->> 'MessageGroupId', case when queue !~ '\.fifo$' then 'none' end, '')
                     !~ '^[!-~]{{1,128}}$' then
                 'Write headers => jsonb_build_object(''MessageGroupId'', customer_id) for a FIFO queue; a group has 1 to 128 '
                 || 'letters, digits or punctuation, no spaces.'
         end;
         if instead is not null then
-            raise exception 'no broker takes a message to % like this', quote_literal(left(queue, 300))
+            raise exception 'no broker takes a message to % like this',
+                    quote_literal(regexp_replace(left(queue, 300), '//[^/]*@', '//***@'))
                 using errcode = '22023', hint = instead;
         end if;
         if current_setting('synchronous_commit') = 'off' then
@@ -152,3 +161,27 @@ comment on column {schema}.accepted.body is 'Of the message, for the handler''s 
 comment on column {schema}.accepted.headers is 'As `body`';
 comment on column {schema}.accepted.asked is 'How many times a reconcile was begun; whoever begins it owns this number';
 comment on column {schema}.accepted.failed is 'How many of these failed';
+
+-- Beside its record, in that commit (H40): what is to be done later, and with `via` null its message, in the queue of the
+-- handler's next attempts. With the rights of its owner: who accepts for handlers need not be able to send to any other queue,
+-- or to read what waits (H56). `headers` are those of the message; `asked`: it is kept for the handler's reconcile (H47).
+create function {schema}.accept(
+    key bytea, app text, handler text, max_age float8, via text, token bytea, asked boolean, body bytea, headers jsonb
+)
+returns void language plpgsql security definer
+    set enable_seqscan = off set search_path = pg_catalog, pg_temp as $$
+begin
+    insert into {schema}.accepted as a (key, app, handler, until, via, token, body, headers)
+    values (accept.key, accept.app, accept.handler, clock_timestamp() + make_interval(secs => accept.max_age), accept.via,
+        accept.token, case when accept.asked then accept.body end,
+        case when accept.asked then convert_to(accept.headers::text, 'UTF8') end)
+    on conflict on constraint accepted_pkey do update
+    set app = excluded.app, handler = excluded.handler, until = excluded.until, via = excluded.via, token = excluded.token,
+        body = excluded.body, headers = excluded.headers, created_at = excluded.created_at, asked = 0, failed = 0;
+    if accept.via is null then
+        perform {schema}.publish_bytes('postgres:~~' || accept.app || '/' || accept.handler, accept.body, null, accept.headers);
+    end if;
+end
+$$;
+
+revoke execute on function {schema}.accept(bytea, text, text, float8, text, bytea, boolean, bytea, jsonb) from public;

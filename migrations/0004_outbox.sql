@@ -151,7 +151,8 @@ where o.parked_at is null and (o.due_at is null or o.tries > 0)
 -- Without a guard all that is known of the line goes first, and then there is a new one.
 -- A queue or destination begins with the low water of all, however few messages of it there ever are. One of which something
 -- stays, 200 numbers behind, gets its own, so that the others need not wait for it, until it has caught up with them: all of
--- it is behind the low water of all, by its ids too, which is how that is found.
+-- it is behind the low water of all, by its ids too, which is how that is found. Who raises its own raises that of all as
+-- well: it is what counts once it has caught up, and there may be no others who would.
 -- Returns how many numbers there are behind it now, 0 if the first of them is a message.
 create function {schema}.raise_low_water(line text, name text) returns bigint language plpgsql security definer
 set search_path = pg_catalog, pg_temp set enable_seqscan = off as $$
@@ -161,6 +162,7 @@ declare
     at bigint;
     low bigint := 0;
     first bigint;
+    behind bigint;
     working text[];
     shared boolean;
     caught_up boolean := false;
@@ -172,12 +174,16 @@ begin
     end if;
     select * into mark from {schema}.low_water as m
     where m.line = raise_low_water.line and m.name = raise_low_water.name order by m.id desc limit 1;
-    if mark.id is null and line in ('queue', 'outbox') then
-        name := '';
-        select * into mark from {schema}.low_water as m
-        where m.line = raise_low_water.line and m.name = '' order by m.id desc limit 1;
-    end if;
     shared := line in ('queue', 'outbox') and name = '';
+    if line in ('queue', 'outbox') and not shared then
+        behind := {schema}.raise_low_water(line, '');
+        if mark.id is null or not exists (
+            select from {schema}.low_water as m
+            where m.line = raise_low_water.line and m.name = raise_low_water.name and m.id = mark.id
+        ) then
+            return behind;
+        end if;
+    end if;
     at := coalesce(case line
         when 'queue' then pg_sequence_last_value('{schema}.queue_id_seq')
         when 'outbox' then pg_sequence_last_value('{schema}.outbox_id_seq')

@@ -15,3 +15,57 @@ comment on table {schema}.request is 'Requests that run, each beside a record th
 comment on column {schema}.request.token is 'Fencing token, which grows with every owner';
 comment on column {schema}.request.worker is 'Of the lease: a row of `worker`, which may be gone';
 comment on column {schema}.request.again is 'A former owner was lost, and may have run it';
+
+-- A claim and its end. Functions, as in 0005, so that their plans are kept: both are sent as text, with BEGIN and COMMIT.
+
+-- H20. The record and the row in one commit, under the lock and the index of every claim (J1, R3). One row: with our
+-- token, or with what was found, and then with the row's token if nobody has a good lease for it. None: ours is over,
+-- which is looked at here, by the server's clock.
+create function {schema}.claim_request(wanted bytea, scope integer, print bytea, value bytea, expires double precision,
+    owner bigint)
+returns table (
+    key bytea, state smallint, fingerprint bytea, body bytea, content_type text, canonical bytea, status smallint,
+    headers bytea, token bigint, free bigint
+) language plpgsql set enable_seqscan = off as $$
+#variable_conflict use_column
+begin
+    perform from {schema}.worker where id = owner and until > clock_timestamp();
+    if not found then
+        return;
+    end if;
+    return query
+        select m.*, null::bigint, case when s.worker = owner or not s.held then s.token end
+        from {schema}.claim(array[wanted], array[scope], array[print], array[value], array[expires], 1::smallint, true)
+            as m
+        left join lateral (
+            select r.token, r.worker, exists (
+                select from {schema}.worker as w
+                where w.id = r.worker and w.until >= clock_timestamp() and w.until <= clock_timestamp() + w.lease
+            ) as held
+            from {schema}.request as r where r.key = m.key offset 0
+        ) as s on true;
+    if not found then
+        return query
+            insert into {schema}.request (key, scope_id, token, worker, started_at)
+            values (wanted, scope, nextval('{schema}.saga_token'), owner, clock_timestamp())
+            returning key, null::smallint, null::bytea, null::bytea, null::text, null::bytea, null::smallint,
+                null::bytea, token, null::bigint;
+    end if;
+end
+$$;
+
+-- H21. The row is locked by its token first, so a former owner finds none, writes nothing, and is told so. When the record
+-- expires is moved along by a trigger (R37).
+create function {schema}.complete_request(ended bytea, fence bigint, final smallint, response bytea, type text,
+    code smallint, sent bytea)
+returns boolean language plpgsql set enable_seqscan = off as $$
+begin
+    delete from {schema}.request where key = ended and token = fence;
+    if not found then
+        return false;
+    end if;
+    update {schema}.record set state = final, changed_at = clock_timestamp() where key = ended;
+    insert into {schema}.result (key, body, content_type, status, headers) values (ended, response, type, code, sent);
+    return true;
+end
+$$;

@@ -8,7 +8,6 @@ create table {schema}.kafka_position (
     topic       text not null,
     partition   integer not null,
     history     text not null,
-    former      text,
     base        bigint not null,
     counter     bigint not null,
     position    bigint not null,
@@ -20,16 +19,17 @@ create table {schema}.kafka_position (
 
 comment on table {schema}.kafka_position is 'Up to where each partition is finished, as this database knows it';
 comment on column {schema}.kafka_position.history is 'Drawn anew whenever reading begins elsewhere than where it ended';
-comment on column {schema}.kafka_position.former is 'The history before this one';
 comment on column {schema}.kafka_position.base is 'Where this history began';
-comment on column {schema}.kafka_position.counter is 'Grows with each write of this history';
+comment on column {schema}.kafka_position.counter is
+    'Grows with each write, from one history to the next too: of two writes it tells the later one';
 comment on column {schema}.kafka_position.position is
     'Every message of this history below it is decided in this database';
 comment on column {schema}.kafka_position.quiet is
     'The counter at which the last reader left with nothing in hand. With any other one whoever reads next has to expect a '
     'message that killed its last reader (K10)';
 comment on column {schema}.kafka_position.leader is
-    'The epoch of the leader that wrote the message before the position: it tells one log from another (K21)';
+    'The epoch of the leader that wrote the message before the position, or that led when the position was taken: it tells '
+    'one log from another (K21)';
 
 create table {schema}.kafka_stop (
     cluster     text not null,

@@ -15,11 +15,14 @@ from idemconsumer.stores.claims import PostgresClaims
 class Cancellation(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a request to cancel a saga.
 
-    `accepted`: it ends FAILED with the code `cancelled`, or has; nothing can complete it any more. `undo`: its finished
-    steps are undone first; of an earlier request if there was one. `state` is that of its record before this request,
-    None if there is none: it has not begun, is pruned, or its key is another one. Not accepted, so nothing was changed:
-    COMPLETED and FAILED came first; UNDOING is undone already, for another reason; DEAD is put aside while it was
-    being undone, and a person decides.
+    * `accepted`: the saga ends FAILED with the code `cancelled`, or has ended so; nothing can complete it any more.
+    * `undo`: its finished steps are undone first. If there was an earlier request, its choice counts.
+    * `state`: the state of its record before this request. None means that there is no record: the saga has not begun,
+      is pruned, or its key is another one.
+
+    If it is not accepted, nothing was changed, and `state` says why. COMPLETED and FAILED: the end came first. UNDOING:
+    the saga is being undone already, for another reason. DEAD: it became a dead letter while it was being undone, and a
+    person decides.
     """
 
     accepted: bool

@@ -20,7 +20,7 @@ from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.message.message import Message
 from idemconsumer.redaction import error_text
-from idemconsumer.rules.request_keys import UNNAMED, asked_keys
+from idemconsumer.rules.request_keys import UNNAMED, asked_keys, is_unnamed
 from idemconsumer.sql.answering import AnsweringConnection
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import load, misconfigured, takes_no_writes
@@ -218,7 +218,14 @@ class Admin:
     ) -> list[bytes]:
         """Under which the text `key` is stored, in each app and tenant that has a handler or a route of this name. Of a
         request `handler` may also be its method and path, as its client has sent them.
-        `app`: only its, also where nothing in the database names a scope of it."""
+        `app`: only its, also where nothing in the database names a scope of it. Raises ConfigurationError for the
+        name of what has no keys of its own, such as `POST *`."""
+        if is_unnamed(handler):
+            method = handler.partition(" ")[0]
+            raise ConfigurationError(
+                f"{handler!r} stands for all unnamed routes, and their keys belong to their paths; write"
+                f" the method and path of the request, such as '{method} /orders/7'"
+            )
         scopes = [row["name"] for row in await self._rows("scopes", {})]
         if not may_hash(await self._rows("hashing", {}), self._schema):
             return []
@@ -272,8 +279,8 @@ async def unknown_handler(dsn: str, schema: str, handler: str) -> str | None:
     if handler in known or not known:
         return None
     return (
-        f"nothing is stored under a handler {handler!r}, but under {', '.join(known)}; a handler is stored under its "
-        "name=, which need not be its function's"
+        f"nothing is stored under a handler {handler!r}, only under {', '.join(known)}; a handler is stored under its "
+        "name=, which may differ from its function's name"
     )
 
 

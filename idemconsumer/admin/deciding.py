@@ -6,11 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-import psycopg
-
 from idemconsumer.brokers.publishers import Publishers
 from idemconsumer.errors import Contention, StoreUnavailable
-from idemconsumer.sql.queries import misconfigured
+from idemconsumer.sql.queries import in_words
 from idemconsumer.stores.claims import PostgresClaims, transaction
 from idemconsumer.stores.hashing import settle_hashing
 from idemconsumer.stores.pool import Pool
@@ -32,15 +30,12 @@ class Deciding:
         and ConfigurationError when the schema is not migrated."""
         async with self._pools.one() as pool:
             try:
-                async with transaction(pool, group=1) as claims:
-                    await claims.begin()
-                    yield claims
+                with in_words(self._schema):
+                    async with transaction(pool, group=1) as claims:
+                        await claims.begin()
+                        yield claims
             except Contention as error:  # a rival holds a lock: nothing was written, so it can be done again
                 raise StoreUnavailable(str(error)) from error
-            except psycopg.Error as error:
-                if (cause := misconfigured(error, self._schema)) is not None:
-                    raise cause from error
-                raise
 
     async def _pool(self) -> Pool:
         """Of one connection, for one caller at a time."""

@@ -31,11 +31,11 @@ async def decide(
     if state is None:
         there = ", ".join(map(repr, open_calls)) or "no step"
         raise ConfigurationError(
-            f"saga {key.hex()[:12]}: step {step!r} is no call of unknown outcome; such are: {there}"
+            f"saga {key.hex()[:12]}: step {step!r} is not a call of unknown outcome; these are: {there}"
         )
     if attempt is not None and attempt != begun:
         raise ConfigurationError(
-            f"saga {key.hex()[:12]}: of step {step!r} attempt {begun} is open, and not {attempt}: the answer is out of "
+            f"saga {key.hex()[:12]}: attempt {begun} of step {step!r} is open, not {attempt}, so the answer is out of "
             "date; ask the remote again"
         )
     done = answer if isinstance(answer, Done) else None

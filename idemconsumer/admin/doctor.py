@@ -34,10 +34,12 @@ _QUESTIONS: Final = (
 )  # fmt: skip
 _TO_DO: Final[Mapping[HeldUp, str]] = {
     HeldUp.PAUSED: "`idemconsumer resume {handler} --app {app}` lets it go on",
-    HeldUp.DATABASE_AWAY: "start it, make room, or look at the network; nothing is lost meanwhile",
+    HeldUp.DATABASE_AWAY: "start it, make room, or check the network; nothing is lost meanwhile",
     HeldUp.SOURCE_AWAY: "the log of its workers says why; nothing is lost meanwhile",
-    HeldUp.LOCKED: "if nobody needs that transaction, end it (SELECT pg_terminate_backend(pid)): what waits runs again",
-    HeldUp.FAILS: "mend what it depends on, or deploy; meanwhile one is tried at a time, and the log has the errors",
+    HeldUp.LOCKED: (
+        "if that transaction is not needed, end it (SELECT pg_terminate_backend(pid)): waiting messages then run"
+    ),
+    HeldUp.FAILS: "fix what it depends on, or deploy; meanwhile it tries one at a time, and the log has the errors",
 }
 
 
@@ -84,7 +86,7 @@ async def pending(dsn: str, schema: str) -> list[Diagnosis]:
     lacking = [str(each) for each in known if each.pending]
     if not lacking or len(lacking) == len(known):
         return []
-    text = f"lacks {', '.join(lacking)}; run `idemconsumer migrate up`: no worker of this version starts before"
+    text = f"lacks {', '.join(lacking)}; run `idemconsumer migrate up`: no worker of this version starts before that"
     return [Diagnosis(level="error", subject=f"schema {schema}", text=text)]
 
 
@@ -105,11 +107,11 @@ def _workers(workers: Sequence[WorkerLine]) -> Iterator[Diagnosis]:
     for line in workers:
         who = f"worker {line.host}:{line.pid} of {line.app}"
         if line.state == UNRECORDED:
-            yield _warning(who, "is on no record: a program that runs sagas itself, which obeys no pause and no drain")
+            yield _warning(who, "is not on record: a program that runs sagas itself and obeys no pause and no drain")
         elif not line.live and not any(_same_place(line, other) for other in live):
             yield _warning(
                 who,
-                f"has given no sign of life for {line.unseen:.0f} s, and no other one has its place: it was killed "
+                f"has given no sign of life for {line.unseen:.0f} s, and no other worker has its place: it was killed "
                 "with its launcher, or is cut off from the database",
             )
     for app in sorted({line.app for line in live}):
@@ -117,7 +119,7 @@ def _workers(workers: Sequence[WorkerLine]) -> Iterator[Diagnosis]:
         if len(versions) > 1:
             yield _warning(
                 f"workers of {app}",
-                f"run idemconsumer {' and '.join(versions)}; that is meant for the time of a deployment: finish it",
+                f"run idemconsumer {' and '.join(versions)}, which is meant for the time of a deployment; finish it",
             )
 
 
@@ -127,10 +129,10 @@ def _same_place(line: WorkerLine, other: WorkerLine) -> bool:
 
 def _leases(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
     for row in rows:
-        over = "is unknown" if row["seconds"] is None else f"is over since {row['seconds']:.0f} s"
+        over = "is unknown" if row["seconds"] is None else f"ended {row['seconds']:.0f} s ago"
         yield _warning(
             f"lease of {row['name'] or row['worker']}",
-            f"{over}, and nobody has taken its {_counted(row['sagas'])} sagas; start a worker that runs their "
+            f"{over}, and no worker has taken its {_counted(row['sagas'])} sagas; start a worker that runs their "
             "handlers, or resume these",
         )
 
@@ -142,7 +144,7 @@ def _requests(rows: Iterable[Mapping[str, Any]], app: str | None) -> Iterator[Di
             yield _warning(
                 f"requests of {of}/{handler}",
                 f"{_counted(row['requests'])} were begun by processes that are gone, the first at "
-                f"{row['oldest']:%Y-%m-%d %H:%M}, and have not come again; nobody knows how far they came: "
+                f"{row['oldest']:%Y-%m-%d %H:%M}, and have not come again; it is not known how far they got: "
                 f"`idemconsumer keys list --handler {handler} --state processing` lists them, and "
                 "`keys release` makes a key new",
             )
@@ -160,8 +162,8 @@ def _sagas(found: Status) -> Iterator[Diagnosis]:
         if each.due and each.overdue is not None and each.overdue > _OVERDUE:
             yield _warning(
                 subject,
-                f"{_counted(each.due)} are due, the first for {each.overdue:.0f} s, and nobody takes them; start more "
-                "workers of their version, or resume the handler",
+                f"{_counted(each.due)} are due, the first for {each.overdue:.0f} s, and no worker takes them; start "
+                "more workers of their version, or resume the handler",
             )
 
 
@@ -178,8 +180,8 @@ def _queues(found: Status) -> Iterator[Diagnosis]:
         elif each.overdue is not None and each.overdue > _OVERDUE:
             yield _warning(
                 subject,
-                f"what should have come back {each.overdue:.0f} s ago is not taken by {each.handler}; its workers may "
-                "be paused, cut off or too busy",
+                f"{each.handler} does not take messages that were due {each.overdue:.0f} s ago; its workers may be "
+                "paused, cut off or too busy",
             )
         elif each.kind == "retries" and each.waiting and (each.oldest or 0.0) > _OVERDUE:
             yield _warning(
@@ -208,8 +210,8 @@ def _outbox(found: Status) -> Iterator[Diagnosis]:
         elif each.waiting and (each.oldest or 0.0) > _OVERDUE:
             yield _warning(
                 subject,
-                f"{_counted(each.waiting)} messages wait, the oldest for {each.oldest:.0f} s; the broker may be away, "
-                "or the destination missing: the log of the workers says why",
+                f"{_counted(each.waiting)} messages wait, the oldest for {each.oldest:.0f} s; the broker may be "
+                "unreachable, or the destination missing: the log of the workers says why",
             )
 
 
@@ -219,8 +221,8 @@ def _transactions(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
         end = f"ROLLBACK PREPARED {row['who']}" if prepared else f"SELECT pg_terminate_backend({row['who']})"
         yield _warning(
             f"transaction of {row['role']} ({row['program']}, {row['state']})",
-            f"is open for {row['seconds']:.0f} s, and nothing that ended since can be vacuumed; end it, if nobody "
-            f"needs it: {end}",
+            f"has been open for {row['seconds']:.0f} s, and no row version deleted since can be vacuumed; end it if "
+            f"it is not needed: {end}",
         )
 
 
@@ -231,15 +233,15 @@ def _tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
             when = "never vacuumed" if vacuumed is None else f"last vacuumed {vacuumed:.0f} s ago"
             yield _warning(
                 f"table {name}",
-                f"has {dead:,} dead rows beside {live:,} live ones, and was {when}; look for an old transaction, and "
-                "whether autovacuum runs, or VACUUM it",
+                f"has {dead:,} dead rows and {live:,} live ones, and was {when}; look for an old transaction, check "
+                "that autovacuum runs, or VACUUM it",
             )
         expected = row["expected"]
         if expected is not None and row["bytes"] > max(_LARGE, _TIMES * expected):
             yield _warning(
                 f"table {name}",
-                f"takes {row['bytes'] / 1e6:,.0f} MB, and its rows should take about {expected / 1e6:,.0f} MB; "
-                "pg_repack gives that back while workers run, VACUUM FULL while none does",
+                f"takes {row['bytes'] / 1e6:,.0f} MB, but its rows should take about {expected / 1e6:,.0f} MB; "
+                "pg_repack frees the rest while workers run, VACUUM FULL while none does",
             )
 
 
@@ -247,8 +249,8 @@ def _pruning(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
     for row in rows:
         yield _warning(
             "pruning",
-            f"no pass has ended since {row['since']:%Y-%m-%d %H:%M}, so what is past its retention stays; workers "
-            "prune by themselves, and where none runs, as for a front door alone, have `idemconsumer prune` run once "
+            f"no pass has ended since {row['since']:%Y-%m-%d %H:%M}, so rows past their retention stay; workers "
+            "prune by themselves; where no worker runs, as with a front door alone, run `idemconsumer prune` once "
             "a day",
         )
 
@@ -260,8 +262,8 @@ def _scopes(names: Sequence[str], found: Status, app: str | None) -> Iterator[Di
     for of, handler in sorted(stored):
         if app in (None, of) and not is_route(handler) and retry_source(of, handler) not in read:
             text = (
-                "has records, and no live worker on record runs it; if it was renamed, give it its name back, "
-                f'name="{handler}"; if it is gone, they go after their retention'
+                "has records, but no live worker on record runs it; if it was renamed, restore its name with "
+                f'name="{handler}"; if it is gone, its records are deleted after their retention'
             )
             yield Diagnosis(level="note", subject=f"handler {of}/{handler}", text=text)
 

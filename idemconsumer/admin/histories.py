@@ -52,14 +52,17 @@ class StepHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 
 
 class SagaHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One line of `idemconsumer sagas export`: a saga that has not ended, and what is recorded of it.
+    """One line of `idemconsumer sagas export`: a saga that has not ended, and its recorded steps.
 
-    `key` (hexadecimal) and `scope` (app, tenant and handler) are those under which it is stored, since `started_at`;
-    `handler` has it now, in `version`. `state` is processing or undoing, also while it is put aside for the reason
-    `parked`; `rejection` is why it is undone; `cancel`: it is to be cancelled, undone or as it is. `message` began it.
-    `steps` are in the order in which they finished, those of unknown outcome and waits that are not over last: each
-    with its kind and state, whether it has an undo, whether it `overlapped` others and so has no fixed place, its
-    output, and a digest of each of its `arguments`.
+    * `key` (hexadecimal), `scope` (app, tenant and handler): those under which it has been stored since `started_at`.
+    * `handler`, `version`: its present handler, and the version in which it runs there.
+    * `state`: processing or undoing, also while the saga is a dead letter for the reason `parked`.
+    * `rejection`: the reason for its undo.
+    * `cancel`: it is about to be cancelled, with undo or without.
+    * `message`: the message that began it.
+    * `steps`: in the order in which they finished; those of unknown outcome, and waits that are not over, come last.
+      Each has its kind, its state, its output and a digest of each of its `arguments`. Each also says whether it has an
+      undo, and whether it `overlapped` others and so has no fixed place.
     """
 
     key: str
@@ -79,7 +82,7 @@ class SagaHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
         return f"{self.handler}-{self.key[:12]}-{len(self.steps)}"
 
     def rows(self) -> list[StepRow]:
-        """The steps as a run reads them."""
+        """Return the steps as a run reads them."""
         return [
             StepRow(
                 step.name, StepKind[_name(step.kind)], StepState[_name(step.state)], step.has_undo, step.overlapped,
@@ -89,7 +92,7 @@ class SagaHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
         ]  # fmt: skip
 
     def leased(self) -> LeasedSaga:
-        """The saga as a worker takes it for its next attempt."""
+        """Return the saga as a worker takes it for its next attempt."""
         its = self.message
         headers = decode_headers(_body(its.headers))
         message = Message(its.source, _body(its.body), headers, message_id=its.message_id, position=its.position)

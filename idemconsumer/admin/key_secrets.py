@@ -21,7 +21,7 @@ async def examine_secrets(dsn: str, schema: str) -> list[Finding]:
     except ConfigurationError as error:
         return [Finding("error", "key_secrets", str(error).removeprefix("database: "))]
     if place:
-        text = f"the data key is wrapped by number {place + 1}; the next process that starts with this list mends that"
+        text = f"the data key is wrapped by number {place + 1}; the next process that starts with this list fixes it"
         return [Finding("warning", "key_secrets", text)]
     if len(HASHING.secrets) > 1:
         text = "the data key is wrapped by the first one; once all processes have this list, leave the others out"

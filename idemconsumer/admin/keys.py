@@ -134,7 +134,7 @@ class Keys:
             known = stored or prefix is not None
             if not known and (why := await unknown_handler(self._dsn, self._schema, handler)) is not None:
                 raise ConfigurationError(why)
-            raise NothingFound(f"nothing is known of {what}; `idemconsumer keys list` shows what is")
+            raise NothingFound(f"nothing is known of {what}; `idemconsumer keys list` shows known keys")
         if len(found) > 1:
             several = ", ".join(each.hex()[:16] for each in found)
             raise ConfigurationError(f"{what} matches several keys: {several}…; write more digits, or --tenant")

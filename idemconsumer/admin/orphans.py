@@ -68,30 +68,30 @@ def _runs(found: Any, group: Waiting) -> bool:
 def _problem(group: Waiting, app: str, sagas: Sagas, *, served: bool) -> str | None:
     known = (group.app, group.handler) in sagas
     named = f'name="{group.handler}"' if group.app == app else f'name="{group.handler}" in App("{group.app}")'
-    renamed = f"if it was renamed, give it its name back, {named}"
+    renamed = f"if it was renamed, restore its name with {named}"
     if not group.begun:
         if served or known:
             return None
         return (
-            f"{group.sagas} sagas of app {group.app!r} that others have started wait to begin, and no worker runs it; "
-            f"{renamed}, or bring it back, since what has not begun cannot be moved"
+            f"{group.sagas} sagas of app {group.app!r} that others have started wait to begin, but no worker runs it; "
+            f"{renamed}, or bring it back, since sagas that have not begun cannot be moved"
         )
     move = f"`idemconsumer sagas move {group.app}/{group.handler} APP/HANDLER` gives them to another handler"
     if group.app == app and not known:
         return (
-            f"{group.sagas} sagas wait for it, and app {app!r} has no such handler of sagas; {renamed}, or bring it "
+            f"{group.sagas} sagas wait for it, but app {app!r} has no such handler of sagas; {renamed}, or bring it "
             f"back, or {move}, or `idemconsumer sagas abandon` ends them one by one"
         )
     if served or group.version == ANY_VERSION:
         return None
     if not known:
         return (
-            f"{group.sagas} sagas of app {group.app!r} wait for it, and no worker runs it; start one, or {renamed}, or "
+            f"{group.sagas} sagas of app {group.app!r} wait for it, but no worker runs it; start one, or {renamed}, or "
             f"{move}"
         )
     if group.version == sagas[group.app, group.handler]:
         return None
     return (
-        f"{group.sagas} sagas began with version {group.version!r}, which no worker runs; start one, or they are put "
-        "aside (saga_changed) ten minutes after the last one left"
+        f"{group.sagas} sagas began with version {group.version!r}, which no worker runs; start one, or they become "
+        "dead letters (saga_changed) ten minutes after the last one left"
     )

@@ -13,7 +13,7 @@ import msgspec
 from idemconsumer.admin.audit import Trace
 from idemconsumer.admin.dead_letters import connected
 from idemconsumer.brokers.kafka.resetting import Move, group_offsets
-from idemconsumer.brokers.kafka.start import history_of
+from idemconsumer.brokers.kafka.start import history_of, next_counter
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import Settings
 from idemconsumer.sql.queries import load
@@ -38,19 +38,17 @@ async def reset(dsn: str, settings: Settings, place: str, group: str, to: str, *
     BrokerUnavailable, and ConfigurationError for what cannot be meant.
     """
     if (found := _PLACE.fullmatch(place)) is None:
-        raise ConfigurationError(f"{place!r} is no place in Kafka; write kafka:TOPIC, or kafka:TOPIC/PARTITION")
+        raise ConfigurationError(f"{place!r} is not a place in Kafka; write kafka:TOPIC, or kafka:TOPIC/PARTITION")
     topic, partition, begin = found[1], None if found[2] is None else int(found[2]), _begin(to)
     if isinstance(begin, int) and partition is None:
-        raise ConfigurationError(f"offset {begin} is of one partition; write kafka:{topic}/PARTITION")
+        raise ConfigurationError(f"offset {begin} belongs to one partition; write kafka:{topic}/PARTITION")
     async with group_offsets(settings, group) as kafka:
         moves = await kafka.moves(settings.kafka or "", topic, partition, begin)
         topic_id = await kafka.topic_id(topic)
         async with connected(dsn, settings.schema) as connection, connection.transaction():
             queries, at = load(settings.schema), {"cluster": kafka.cluster, "group": group}
             rows = await (await connection.execute(queries["kafka_positions"], at | {"topics": [topic]})).fetchall()
-            formers = {row["partition"]: row["history"] for row in rows}
             given = at | {"server": rows[0]["started"], "topics": [topic] * len(moves)} | _columns(moves)
-            given["formers"] = [formers.get(each.partition) for each in moves]
             given["histories"] = [history_of(topic_id, uuid.uuid4().hex[:16]) for _ in moves]
             await connection.execute(queries["begin_kafka_positions"], given)
             for each in moves:
@@ -65,13 +63,14 @@ async def reset(dsn: str, settings: Settings, place: str, group: str, to: str, *
     ]
 
 
-def _columns(moves: Sequence[Move]) -> dict[str, list[int]]:
+def _columns(moves: Sequence[Move]) -> dict[str, Sequence[int | None]]:
     offsets = [each.offset for each in moves]
     return {
         "partitions": [each.partition for each in moves],
         "bases": offsets,
-        "counters": [0] * len(moves),
+        "counters": [next_counter(each.mark, None) for each in moves],  # and later than the row's, whatever that is
         "positions": offsets,
+        "leaders": [each.leader for each in moves],
     }
 
 
@@ -86,7 +85,7 @@ def _begin(to: str) -> str | int | datetime:
         time = None
     if time is None or time.tzinfo is None:
         raise ConfigurationError(
-            f"{to!r} is no place to begin; write earliest, latest, an offset, or a time with its zone, such as "
+            f"{to!r} is not a place to begin; write earliest, latest, an offset, or a time with its zone, such as "
             "2026-01-31T12:00+00:00"
         )
     return time

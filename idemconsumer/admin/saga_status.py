@@ -12,9 +12,14 @@ from idemconsumer.rules.values import State
 
 
 class SagaStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step that has begun: its `name`, its `state` (`intent`: its outcome is not known yet; `done`, `rejected`,
-    `undo intent`, `undone`), the `key` that a call gives its remote (None in a transaction), `attempts`, and the times
-    `started_at` and `finished_at`."""
+    """A step that has begun.
+
+    * `name`: its name.
+    * `state`: `intent` (its outcome is not known yet), `done`, `rejected`, `undo intent` or `undone`.
+    * `key`: the key that a call gives its remote; None for a step in a transaction.
+    * `attempts`: how many there were.
+    * `started_at`, `finished_at`: times.
+    """
 
     name: str
     state: str
@@ -25,12 +30,16 @@ class SagaStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SagaStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What is on record of a saga, as of one moment.
+    """The record of a saga, at one moment. `app.result` has its result.
 
-    `state` is PROCESSING, UNDOING, COMPLETED, FAILED or DEAD; `recovery_point` the last step that has finished; `steps`
-    are in the order of their starts. `waiting_until`: when it is due again, if no worker has it (its next attempt, the
-    end of a sleep, or of a wait for a signal). `parked`: why it waits for a person. `error`: that of its last failed
-    attempt. `cancelled`: it is to be cancelled. The result is what `app.result` has.
+    * `state`: PROCESSING, UNDOING, COMPLETED, FAILED or DEAD.
+    * `recovery_point`: the step that finished last.
+    * `steps`: in the order of their starts.
+    * `waiting_until`: when the saga is due again, if no worker runs it: its next attempt, or the end of a sleep or of a
+      wait for a signal.
+    * `parked`: the reason why it waits for a person.
+    * `error`: the error of its last failed attempt.
+    * `cancelled`: it is about to be cancelled.
     """
 
     state: State

@@ -50,10 +50,10 @@ def _said(
     """What to say of them, nothing where it is as it should be; and whether something is wrong."""
     if (app, handler) not in known:
         near = _near(handler, [its for of, its in known if of == app])
-        return f"and no saga of app {app!r} that is known has this name{near}", True
+        return f"but no known saga of app {app!r} has this name{near}", True
     if name in names or (not names and not begun):
         return "", False
-    return f"and no saga that runs waits for {name!r}{_near(name, names)}", bool(names)
+    return f"but no running saga waits for {name!r}{_near(name, names)}", bool(names)
 
 
 def _near(name: str, known: Sequence[str]) -> str:

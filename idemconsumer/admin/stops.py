@@ -48,15 +48,15 @@ class Stops:
         """A worker puts a dead letter in its place within seconds, and goes on. `place` is as `Stop.place`, and `group`
         is needed where several groups stand there. Raises ConfigurationError for a place where nobody stands."""
         if (found := _PLACE.fullmatch(place)) is None:
-            raise ConfigurationError(f"{place!r} is no place in Kafka; write kafka:TOPIC/PARTITION@OFFSET")
+            raise ConfigurationError(f"{place!r} is not a place in Kafka; write kafka:TOPIC/PARTITION@OFFSET")
         topic, partition, first = found[1], int(found[2]), int(found[3])
         stops = await self._find(group, topic, partition, first)
         if not stops:
-            elsewhere = ", ".join(stop.place for stop in await self.stopped(group)) or "nowhere"
-            raise ConfigurationError(f"no worker stands still at {place}; workers stand still at: {elsewhere}")
+            elsewhere = ", ".join(stop.place for stop in await self.stopped(group)) or "none"
+            raise ConfigurationError(f"no partition is blocked at {place}; blocked: {elsewhere}")
         if len(stops) > 1:
             groups = ", ".join(stop.group for stop in stops)
-            raise ConfigurationError(f"several groups stand still at {place}: {groups}; choose one with --group")
+            raise ConfigurationError(f"several groups are blocked at {place}: {groups}; choose one with --group")
         given = {"group": stops[0].group, "topic": topic, "partition": partition, "first": first}
         async with connected(self._dsn, self._schema) as connection, connection.transaction():
             await connection.execute(load(self._schema)["skip_kafka_stop"], given)

@@ -27,6 +27,7 @@ from idemconsumer.rules.values import Record, State
 from idemconsumer.rules.verdicts import Verdict, contention_pause, judge
 from idemconsumer.settings import Settings
 from idemconsumer.stores.accepting import Acceptance, Sent, Standing, accept_in
+from idemconsumer.stores.grants import Kind
 from idemconsumer.stores.tx import connection_of
 from idemconsumer.user_code.resources import Resources
 
@@ -35,13 +36,17 @@ _PATIENCE: Final = 2.0  # seconds for a rival that is accepting the same key, an
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """How far what was accepted has come, by `progress`.
+    """How far an accepted message has come.
 
-    `new`: this call has stored it. `conflict`: the key was used before with another payload; nothing was stored, and
-    `progress` is that of what came first. Of what is `done` or `failed` there is the result: its `body` and
-    `content_type`, and the `status` and `headers` of a response, where the handler gave them. `reason` is the code of
-    the rejection of what is `failed`, and that of the dead letter of what is `dead`. `created_at`, of `accepted` alone:
-    when it was accepted, by the database's clock; None for what was not, but came from a broker.
+    * `progress`: how far.
+    * `new`: this call has stored the message.
+    * `conflict`: the key was used before with another payload. Nothing was stored, and `progress` is the first
+      message's.
+    * `body`, `content_type`: the result, for `done` and `failed`.
+    * `status`, `headers`: a response's, if the handler gave them.
+    * `reason`: the code of the rejection (`failed`) or of the dead letter (`dead`).
+    * `created_at`: the time of acceptance by the database's clock. Only `accepted` gives it. It is None for a message
+      that was not accepted but came from a broker.
     """
 
     progress: Progress
@@ -70,7 +75,7 @@ class Accepting(ABC):
     def _bind(self, handler: Handler[..., Any], settings: Settings, resources: Resources) -> BoundHandler: ...
 
     @abstractmethod
-    async def _running(self) -> InlineRunner: ...
+    async def _running(self, kind: Kind = ...) -> InlineRunner: ...
 
     async def accept(
         self,
@@ -83,22 +88,24 @@ class Accepting(ABC):
         via: str | None = None,
         tx: Tx | AsyncConnection[Any] | None = None,
     ) -> Accepted:
-        """Put a message on record, and have a worker of this app run it: one commit, whatever the handler's source is.
+        """Store a message, to be run by a worker of this app. Storing is one commit, whatever the handler's source is.
 
-        `payload` is the body if it is bytes, else it goes as JSON. `key` stands in for the handler's key rule, and
-        `tenant` for its tenant rule; `headers` are the message's. With `tx` (of a handler, or a psycopg connection of
-        your own) it is accepted if and only if that transaction commits; without, it is on return.
+        Bytes in `payload` are the body as they are; anything else goes as JSON. `key` replaces the handler's key rule,
+        and `tenant` its tenant rule; `headers` are the message's headers. With `tx` (of a handler, or a psycopg
+        connection of your own) the message is accepted if and only if that transaction commits. Without `tx` it is
+        accepted when this returns.
 
-        It comes to the handler from a queue in Postgres, or `via` one of its sources, such as "kafka:orders", by the
-        outbox: then in the order of that source, and others that read it see it too. `key` and `tenant` are what the
-        handler's rules find in the message: they are put into the headers that the rules name, and where a rule reads
-        the payload, the payload has to have the same. docs/handlers.md has the rules that can be known before.
+        The handler gets the message from a queue in Postgres. With `via`, which names one of its sources such as
+        "kafka:orders", the message goes through the outbox to that source. Then it has the order of that source, and
+        other readers of the source see it too. `key` and `tenant` must be what the handler's rules find in the message.
+        Where a rule reads a header, that header is set; where a rule reads the payload, the payload must already agree.
+        docs/handlers.md lists the rules that work with `via`.
 
-        A second call under the same key stores nothing, however far the first one has come, and says how far; with
-        another payload it is a `conflict`, and no dead letter. Not guaranteed: an order, without `via`. Raises
-        BadMessage when the handler could not take payload, key or tenant, TypeError for a payload that is not JSON,
-        ConfigurationError when it is no handler of this app or cannot accept `via` that, StoreUnavailable when nothing
-        is stored, and CommitUnknown when it may be: call again then, with the same key.
+        A second call under the same key stores nothing and returns how far the first one has come. With another payload
+        it is a `conflict`, and no dead letter. Not guaranteed: any order without `via`. Raises BadMessage if the
+        handler could not take payload, key or tenant, TypeError if the payload is not JSON, and ConfigurationError if
+        it is no handler of this app or cannot accept the message by `via`. Raises StoreUnavailable if nothing is
+        stored, and CommitUnknown if the message may be stored: then call again with the same key.
         """
         self._check_own(handler)
         if via is not None:
@@ -106,7 +113,7 @@ class Accepting(ABC):
         settings = self._configured()
         bound = self._bind(handler, settings, Resources(()))
         sent = tracing_of(settings).carried(headers)
-        inline = await self._running()  # R39: before anything is hashed
+        inline = await self._running("front-door")  # R39: before anything is hashed
         if via is None:
             call, out = bound.from_code(payload, key=key, tenant=tenant, headers=sent), None
         else:
@@ -122,27 +129,27 @@ class Accepting(ABC):
         return _told(await _until_known(partial(inline.accept, acceptance), _PATIENCE), acceptance)
 
     async def accepted(self, handler: Handler[..., Any], *, key: str, tenant: str | None = None) -> Accepted:
-        """How far what was accepted under a key has come. Runs nothing.
+        """Return how far the message accepted under a key has come. Runs nothing.
 
-        `tenant` is the one that it was accepted for: another one finds nothing. Raises StoreUnavailable, BadMessage for
-        an invalid key, and ConfigurationError when it is no handler of this app.
+        `tenant` is the tenant that the message was accepted for; another tenant finds nothing. Raises StoreUnavailable,
+        BadMessage for an invalid key, and ConfigurationError if it is no handler of this app.
         """
         id = await self.accepted_id(handler, key=key, tenant=tenant)
         return await self.accepted_by_id(handler, id=id, tenant=tenant)
 
     async def accepted_id(self, handler: Handler[..., Any], *, key: str, tenant: str | None = None) -> str:
-        """What may stand in a URL for what is accepted under a key: 64 hex digits, always the same, which do not have
-        the key in them. Raises as `accepted`."""
+        """Return an id for a URL that stands for a key: 64 hex digits, always the same, which do not contain the key.
+        Raises as `accepted`."""
         self._check_own(handler)
         key = given_key(key)
-        await self._running()  # R39: before anything is hashed
+        await self._running("front-door")  # R39: before anything is hashed
         return handler.plan.identity(self.name).digest(tenant, key).hex()
 
     async def accepted_by_id(self, handler: Handler[..., Any], *, id: str, tenant: str | None = None) -> Accepted:
-        """As `accepted`, by what `accepted_id` has given. The id of another tenant, or of another handler, finds
-        nothing, and neither does what is no id."""
+        """Like `accepted`, but takes the id that `accepted_id` returned. The id of another tenant or another handler
+        finds nothing, and neither does a text that is no id."""
         self._check_own(handler)
-        inline = await self._running()
+        inline = await self._running("front-door")
         if not _ID.fullmatch(id):
             return _found(None)
         return _found(await inline.standing(bytes.fromhex(id), handler.plan.identity(self.name).scope(tenant)))
@@ -180,9 +187,9 @@ async def _until_known(accept: Callable[[], Awaitable[Record | None]], patience:
         except Contention as contention:
             if clock() >= deadline:
                 raise doubt or StoreUnavailable(f"the key cannot be claimed now: {contention}") from contention
-        except StoreUnavailable as away:
+        except Exception as error:
             if doubt is not None:
-                raise doubt from away
+                raise doubt from error
             raise
         collisions += 1
         await asyncio.sleep(contention_pause(collisions, random.random()))

@@ -18,7 +18,7 @@ from idemconsumer.app.inline import InlineRunner
 from idemconsumer.app.opened import Opened
 from idemconsumer.app.pausing import Pausing
 from idemconsumer.app.sagas import AppStarter, SagaCalls
-from idemconsumer.brokers.connecting import check_delay, connect
+from idemconsumer.brokers.connecting import check_delay
 from idemconsumer.brokers.connecting import destination as parse_destination
 from idemconsumer.brokers.sendable import check_sendable
 from idemconsumer.errors import ConfigurationError
@@ -44,8 +44,9 @@ from idemconsumer.rules.signals import wrong_name
 from idemconsumer.rules.values import Outcome
 from idemconsumer.settings import Settings, load
 from idemconsumer.sql.connecting import named
+from idemconsumer.stores.grants import Kind
 from idemconsumer.user_code.resources import Resource, Resources, read_resource
-from idemconsumer.worker.worker import Worker
+from idemconsumer.worker.worker import Surroundings, Worker
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,9 +56,9 @@ T = TypeVar("T")
 class App(SagaCalls, Accepting, Pausing):
     """Collects handlers, and makes the workers that run them.
 
-    The name is part of every stored key and, unless `consumer_group=` says otherwise, the Kafka consumer group. So
-    renaming an app makes every message new. `publishes` names destinations for
-    `idemconsumer check` to look at; it allows and forbids nothing. ConfigurationError for one that cannot be.
+    The name is part of every stored key, so renaming an app makes every message new. It is also the Kafka consumer
+    group, unless `consumer_group=` gives another. `publishes` names destinations for `idemconsumer check` to look at;
+    it allows and forbids nothing. Raises ConfigurationError for an invalid name or destination.
     """
 
     def __init__(self, name: str, *, publishes: Sequence[str] = ()) -> None:
@@ -77,33 +78,34 @@ class App(SagaCalls, Accepting, Pausing):
         self._schedules: list[Schedule] = []
         self._resources: dict[type, Resource] = {}
         self._settings: Settings | None = None
+        self._around = Surroundings()
         self._opened = PerLoop(Opened, Opened.close)
 
     @property
     def handlers(self) -> Mapping[str, Handler[..., Any]]:
-        """What was included so far, by name; a copy."""
+        """The handlers included so far, by name; a copy."""
         return dict(self._handlers)
 
     @property
     def publishes(self) -> tuple[str, ...]:
-        """The destinations that were named for `idemconsumer check`."""
+        """The destinations named for `idemconsumer check`."""
         return self._publishes
 
     @property
     def settings(self) -> Settings:
-        """Those of this process: its worker's, or else what the environment says. ConfigurationError for what is
-        wrong there."""
+        """The settings of this process: its worker's, or else the environment's. Raises ConfigurationError if one of
+        them is wrong."""
         return self._configured()
 
     @property
     def sagas(self) -> dict[tuple[str, str], str | None]:
-        """The versions of its handlers of sagas, by app and handler."""
+        """The versions of this app's sagas, by app and handler."""
         plans = [handler.plan for handler in self._handlers.values() if handler.plan.signature.needs_saga]
         return {plan.identity(self.name): plan.options.version for plan in plans}
 
     @asks_for_key
     def idempotent_handler(self, source: str, *sources: str, key: KeySpec, **options: Unpack[Options]) -> Decorate:
-        """`idemconsumer.idempotent_handler`, and `include` what it makes."""
+        """Like `idemconsumer.idempotent_handler`, and the handler is included in this app."""
         decorate = idempotent_handler(source, *sources, key=key, **options)
 
         def included(fn: Any, /) -> Any:
@@ -123,16 +125,17 @@ class App(SagaCalls, Accepting, Pausing):
         saga_key: KeySpec | None = None,
         **options: Unpack[UnnamedOptions],
     ) -> Decorate:
-        """A handler whose messages are signals named `name` to sagas of this app, each exactly once.
+        """Make a handler whose messages are signals named `name` to sagas of this app, each sent exactly once.
 
             @app.signal_handler("kafka:payments.settled", saga=book_ride, name="settled", key="ride_id")
             async def settled(payment: Settled) -> Settled:
                 return payment
 
-        What the function returns is the payload. Signal, effects through Tx and record are one commit. `key` says what
-        identifies the message, as for any handler; `saga_key` the key of its saga, the same unless given. The saga's
-        tenant is the message's. Its result is what `signal` would answer: a message for a saga that has ended is
-        handled, and nothing comes of it. Raises HandlerError, when the function is decorated, for what cannot be.
+        The signal's payload is the function's return value. The signal, the effects through Tx and the message's record
+        are one commit. `key` identifies the message, as for any handler. `saga_key` gives the key of the saga, and is
+        the same unless given. The saga's tenant is the message's tenant. The handler's stored result is the answer of
+        `signal`: a message for a saga that has ended counts as handled and has no effect on the saga. Raises
+        HandlerError for a wrong definition, when the function is decorated.
         """
         decorate = idempotent_handler(source, *sources, key=key, **options)
 
@@ -150,8 +153,8 @@ class App(SagaCalls, Accepting, Pausing):
         return included
 
     def include(self, *handlers: Handler[..., Any]) -> None:
-        """Add decorated functions. ConfigurationError for a second one with the same name, or the same
-        source unless that is a Kafka topic and their `consumer_group` differs."""
+        """Add decorated functions. Raises ConfigurationError for a second handler with the same name or the same
+        source. Two handlers may share a Kafka topic if their `consumer_group` differs."""
         for handler in handlers:
             given: object = handler
             if not isinstance(given, Handler):
@@ -185,18 +188,18 @@ class App(SagaCalls, Accepting, Pausing):
     def every(
         self, expression: str, *, name: str | None = None, timezone: str = "UTC", catch_up: CatchUp = "last"
     ) -> Callable[[Handler[P, R]], Handler[P, R]]:
-        """Start a saga at each slot of a cron expression; exactly one for each slot, whichever worker comes first.
+        """Start a saga at each slot of a cron expression: exactly one for each slot, whichever worker comes first.
 
             @app.every("0 3 * * *", timezone="Europe/Berlin")
             @app.idempotent_handler("postgres:reports", key="slot")
             async def nightly(slot: dict[str, str], saga: Saga) -> None: ...
 
-        The payload is `{"schedule": name, "slot": "2026-11-22T02:00:00Z"}`, the saga's key `name@2026-11-22T02:00Z`;
-        the name is the handler's unless given. `catch_up`: of slots that were missed while no worker ran, start "all",
-        the "last" one, or none that is more than a minute late ("skip"). The database's clock decides. Another
-        expression or time zone under the same name is another schedule, which begins with its next slot. Raises
-        ConfigurationError for an expression, a time zone or a handler that cannot be scheduled; a saga that does not
-        take that payload is refused when a worker starts.
+        The payload is `{"schedule": name, "slot": "2026-11-22T02:00:00Z"}`, and the saga's key is
+        `name@2026-11-22T02:00Z`. The name is the handler's unless given. `catch_up` decides about the slots missed
+        while no worker ran: "all" starts each, "last" starts the last one, and "skip" starts none that is more than a
+        minute late. The database's clock counts. Another expression or time zone under the same name is another
+        schedule, which begins with its next slot. Raises ConfigurationError for an expression, a time zone or a handler
+        that cannot be scheduled. A worker refuses to start if the saga does not take that payload.
         """
 
         def scheduled(handler: Handler[P, R], /) -> Handler[P, R]:
@@ -217,7 +220,7 @@ class App(SagaCalls, Accepting, Pausing):
         return scheduled
 
     def schedules(self, handlers: Sequence[BoundHandler]) -> list[Schedule]:
-        """The schedules that start these handlers."""
+        """Return the schedules that start these handlers."""
         names = {handler.name for handler in handlers}
         return [schedule for schedule in self._schedules if schedule.handler in names]
 
@@ -229,10 +232,10 @@ class App(SagaCalls, Accepting, Pausing):
                 async with Gateway(…) as client:
                     yield client
 
-        Handlers and the functions of steps get it by its type, exactly as written in the annotation. A worker process
-        makes all of them before its first message, in the order of their definition, and closes them in reverse when
-        it has drained; `process` makes them at its first call. One that cannot be made stops the start with a
-        ConfigurationError. Not guaranteed: that they are closed when the process is killed.
+        Handlers and the functions of steps get the object by its type, exactly as written in the annotation. A worker
+        process makes all resources before its first message, in the order of their definition. It closes them in
+        reverse order when it has drained. `process` makes them at its first call. A resource that cannot be made stops
+        the start with a ConfigurationError. Not guaranteed: that resources are closed when the process is killed.
         """
         resource = read_resource(fn)
         if (other := self._resources.get(resource.type)) is not None:
@@ -244,8 +247,8 @@ class App(SagaCalls, Accepting, Pausing):
         return fn
 
     def bound_handlers(self, settings: Settings, resources: Resources | None = None) -> list[BoundHandler]:
-        """The handlers chosen by `settings.handlers`, or all. ConfigurationError for a name that is not there, and for
-        a parameter that no resource of the app can fill."""
+        """Return the handlers chosen by `settings.handlers`, or all. Raises ConfigurationError for an unknown name, and
+        for a parameter that no resource of the app can fill."""
         names = [n.strip() for n in (settings.handlers or "").split(",") if n.strip()] or list(self._handlers)
         if unknown := [name for name in names if name not in self._handlers]:
             raise ConfigurationError(
@@ -254,7 +257,8 @@ class App(SagaCalls, Accepting, Pausing):
         return [self._bind(self._handlers[name], settings, resources or Resources(())) for name in names]
 
     def worker(self, settings: Settings, observer: Observer | None = None) -> Worker:
-        """A worker for this process; `await worker.run()`. What `publish` and `start` need is in its settings too."""
+        """Return a worker for this process; run it with `await worker.run()`. Its settings also apply to `publish` and
+        `start`."""
         HASHING.obey(settings.key_secrets)
         settings = self._with_build(_named(settings, self.name, os.environ.get(WORKER, "0")))
         resources = Resources(list(self._resources.values()))
@@ -267,36 +271,37 @@ class App(SagaCalls, Accepting, Pausing):
             check_slots(schedule, handlers, datetime.now(UTC))
         return Worker(
             handlers, settings, observer, resources,
-            sagas=self.sagas, schedules=schedules, tracing=tracing, publishes=self._publishes,
+            sagas=self.sagas, schedules=schedules, tracing=tracing, publishes=self._publishes, around=self._around,
         )  # fmt: skip
 
     async def process(self, message: Message, *, handler: Handler[..., Any] | None = None) -> Outcome:
-        """Run one message through the same engine, for those who own their consumer loop.
+        """Run one message through the same engine, inside a consumer loop of your own.
 
-        The handler is the one on `message.source` unless given; of several it must be given. Settle the message
-        yourself, by the outcome, and only after this returns; `retrying` and `busy` mean that it is not done. One
-        attempt per call; the first call opens the database named by the settings, and makes the resources; `close`
-        closes them. A saga runs in this call, under a lease of this process; one that another process runs is waited
-        for as its handler says (`wait`). Not guaranteed: that what this process leaves unfinished is
-        resumed; that takes a worker, or another call. Raises StoreUnavailable when nothing could be decided, and
-        ConfigurationError, with nothing counted, if the handler itself calls this with its transaction open.
+        The handler is the one on `message.source` unless given; if several handlers consume that source, it must be
+        given. Settle the message yourself, by the outcome, and only after this returns; `retrying` and `busy` mean that
+        the message is not done. One call is one attempt. The first call opens the database that the settings name, and
+        makes the resources; `close` closes them. A saga runs within this call, under a lease of this process. If
+        another process runs the saga, this call waits as long as the handler's `wait` says. Not guaranteed: that work
+        which this process leaves unfinished is resumed; that needs a worker, or another call. Raises StoreUnavailable
+        if nothing could be decided. Raises ConfigurationError, with nothing counted, if the handler itself calls this
+        with its transaction open.
         """
         chosen = self._decorated(handler or self._handler_of(message.source))
-        inline, here = await self._running(), self._opened.here()
-        if (bound := here.bound.get(chosen)) is None:
-            bound = here.bound[chosen] = self._bind(chosen, inline.settings, here.resources)
+        inline = await self._running()
+        if (bound := inline.bound.get(chosen)) is None:
+            bound = inline.bound[chosen] = self._bind(chosen, inline.settings, inline.resources)
         return await inline.process(bound, message)
 
     async def result(
         self, handler: Handler[..., Any], *, key: str, tenant: str | None = None, wait: Duration = 0.0
     ) -> Outcome:
-        """The outcome of a key, waiting up to `wait` for its end. Runs nothing.
+        """Return the outcome of a key, waiting up to `wait` for its end. Runs nothing.
 
-        `duplicate` carries the stored result (state COMPLETED) or the rejection (FAILED); `dead` was put aside for a
-        person; `busy` has begun, and not ended; `absent` has no record: it was never started, or still waits in its
-        queue, or is pruned, or the key is another one. One statement at a
-        time looks for all waiting callers of a process, which learn of the end at most a second later. Raises
-        StoreUnavailable, BadMessage for an invalid key, and ConfigurationError for another app's handler.
+        `duplicate` carries the stored result (state COMPLETED) or the rejection (FAILED). `dead` is a dead letter.
+        `busy` has begun and not ended. `absent` has no record: it was never started, still waits in its queue, is
+        pruned, or the key is another one. One statement at a time polls for all waiting callers of a process, so they
+        learn of the end at most a second later. Raises StoreUnavailable, BadMessage for an invalid key, and
+        ConfigurationError for another app's handler.
         """
         if not self._has(handler):
             raise ConfigurationError(
@@ -304,7 +309,7 @@ class App(SagaCalls, Accepting, Pausing):
                 "include it"
             )
         seconds, key = parse_duration(wait), given_key(key)
-        inline = await self._running()
+        inline = await self._running("front-door")
         return await inline.result(handler.plan.identity(self.name).digest(tenant, key), seconds)
 
     def _handler_of(self, source: str) -> Handler[..., Any]:
@@ -328,22 +333,23 @@ class App(SagaCalls, Accepting, Pausing):
             )
         return handler
 
-    async def _running(self) -> InlineRunner:
+    async def _running(self, kind: Kind = "worker") -> InlineRunner:
         here = self._opened.here()
-        if here.inline is not None:
-            return here.inline
-        async with here.opening:  # the first messages often arrive together
-            if here.inline is None:
-                plans = [handler.plan for handler in self._handlers.values()]
-                here.resources, here.bound = Resources(list(self._resources.values())), {}
-                settings = self._with_build(self._configured())
-                here.inline = await InlineRunner.open(settings, plans, here.resources, tracing_of(settings))
-            return here.inline
+        if (inline := here.inline) is None:
+            async with here.opening.turn():  # the first messages often arrive together
+                if (inline := here.inline) is None:
+                    plans = [handler.plan for handler in self._handlers.values()]
+                    resources = Resources(list(self._resources.values()))
+                    settings = self._with_build(self._configured())
+                    inline = await InlineRunner.open(settings, plans, resources, tracing_of(settings), kind)
+                    here.inline = inline
+        await inline.allow(kind)
+        return inline
 
     def _configured(self) -> Settings:
         """The settings of this process's worker; without one those of the environment, which is read once."""
         if self._settings is None:
-            self._settings = _named(load(), self.name)
+            self._settings = _named(self._around.settings or load(), self.name)
         return self._settings
 
     def _with_build(self, settings: Settings) -> Settings:
@@ -374,14 +380,14 @@ class App(SagaCalls, Accepting, Pausing):
     ) -> None:
         """Publish to `scheme:name`, or `rabbitmq:exchange/routing.key`; returns when the broker has confirmed.
 
-        With `tx` the message is stored in that transaction: it exists if and only if the transaction commits. From a
-        Postgres queue it is taken; to another broker a worker relays it then, at least once and each time with the same
-        message id, in order with others of its key. `key` is the message id (Kafka: the record key). bytes go out as
-        they are, anything else as JSON. With `delay` it arrives that much later at the earliest; without `tx` only from
-        a Postgres queue or, up to 15 minutes, from a standard queue of SQS. ConfigurationError where its broker cannot
-        do that.
+        With `tx` the message is stored in that transaction: it exists if and only if the transaction commits. For a
+        Postgres queue, workers then take the message from there. For any other broker, a worker then relays it: at
+        least once, each time with the same message id, and in order with other messages of its key. `key` is the
+        message id (Kafka: the record key). Bytes are sent unchanged, anything else as JSON. With `delay` the message
+        arrives that much later at the earliest. Without `tx`, only a Postgres queue or a standard queue of SQS (up to
+        15 minutes) can delay. Raises ConfigurationError if the broker cannot do this.
 
-        With `tracing` on, headers are added that carry the current trace on, unless there are such among `headers`.
+        With `tracing` on, headers that carry the current trace are added, unless `headers` has such already.
         """
         scheme, name = parse_destination(destination)
         seconds = parse_duration(delay)
@@ -394,7 +400,7 @@ class App(SagaCalls, Accepting, Pausing):
         check_sendable(scheme, name, message, settings.max_message_bytes)
         if tx is not None:
             if scheme == "memory":
-                raise ConfigurationError(f"publish to {destination!r} with tx=: what is in memory is in no transaction")
+                raise ConfigurationError(f"publish to {destination!r} with tx=: memory: has no transactions")
             if scheme == "postgres":
                 await enqueue_in(tx, settings.schema, name, message)
             else:
@@ -405,7 +411,7 @@ class App(SagaCalls, Accepting, Pausing):
     def _broker(self, scheme: str, settings: Settings) -> Broker:
         brokers = self._opened.here().brokers
         if scheme not in brokers:
-            brokers[scheme] = connect(scheme, settings)
+            brokers[scheme] = self._around.connect(scheme, settings)
         return brokers[scheme]
 
     async def __aenter__(self) -> Self:
@@ -415,8 +421,11 @@ class App(SagaCalls, Accepting, Pausing):
         await self.close()
 
     async def close(self) -> None:
-        """Close what calls in this event loop opened, once all of them have returned; so does the end of `async with
-        app:`. Sagas that still run are cut off, and resumed by a worker or another call."""
+        """Close everything that calls in this event loop opened; the end of `async with app:` does the same. Call it
+        after those calls have returned. A call that is still opening something raises StoreUnavailable, or
+        BrokerUnavailable from `publish`, with nothing counted (O36). A call that is running may lose its connection and
+        its resources. Sagas that still run are cut off; a worker or another call resumes them. The next call opens
+        everything anew."""
         here = self._opened.forget() or Opened()
         self._settings = None
         await here.close()

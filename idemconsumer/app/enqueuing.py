@@ -11,7 +11,7 @@ from idemconsumer.message.headers import encode_headers
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.ports.handler import Tx
 from idemconsumer.sql.connecting import OwnCursor
-from idemconsumer.sql.queries import load
+from idemconsumer.sql.queries import in_words, load
 from idemconsumer.stores.tx import PostgresTx, connection_of
 
 
@@ -19,7 +19,8 @@ async def enqueue_in(tx: Tx | AsyncConnection[Any], schema: str, queue: str, mes
     """It exists if and only if the transaction commits. In a handler that sends ahead it is not waited for (J26)."""
     query, params = enqueuing(schema, queue, message)
     if not isinstance(tx, PostgresTx) or not await tx.send_along(query.decode(), params):
-        await enqueue(connection_of(tx), schema, queue, [message])
+        with in_words(schema):
+            await enqueue(connection_of(tx), schema, queue, [message])
 
 
 async def store_in(tx: Tx | AsyncConnection[Any], schema: str, destination: str, message: Outgoing) -> None:
@@ -33,4 +34,5 @@ async def store_in(tx: Tx | AsyncConnection[Any], schema: str, destination: str,
         "delay": message.delay,
     }
     if not isinstance(tx, PostgresTx) or not await tx.send_along(query.decode(), params):
-        await OwnCursor(connection_of(tx)).execute(query, params)
+        with in_words(schema):
+            await OwnCursor(connection_of(tx)).execute(query, params)

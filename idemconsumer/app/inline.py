@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from idemconsumer.app.results import Results
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Suspicion, Work
-from idemconsumer.errors import ConfigurationError, HandlerFault, NestedRun
+from idemconsumer.errors import ConfigurationError, HandlerFault, NestedRun, StoreUnavailable
+from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import BoundHandler, HandlerPlan
 from idemconsumer.logs import log
 from idemconsumer.message.message import Message
+from idemconsumer.opening import Opening
 from idemconsumer.ports.leases import Runs
 from idemconsumer.ports.observer import NullObserver
 from idemconsumer.ports.store import Claim
@@ -23,6 +24,8 @@ from idemconsumer.rules.values import Outcome, OutcomeKind, Record, Signalled, S
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.settings import Settings
 from idemconsumer.stores.accepting import Acceptance, Standing, accept, look_up, scope_id
+from idemconsumer.stores.checks import check_database
+from idemconsumer.stores.grants import Kind
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.signals import Signal
 from idemconsumer.user_code.resources import Resources
@@ -31,8 +34,8 @@ if TYPE_CHECKING:
     from idemconsumer.worker.saga_lease import SagaLease
 
 _NESTED: Final = (
-    "{}: app.{} was called in a transaction that app.process has opened, so it would wait for a second connection with "
-    "one in its hands; {}, or call app.{} once the first one has returned"
+    "{}: app.{} was called in a transaction that app.process has opened, so it would wait for a second connection "
+    "while holding the first; {}, or call app.{} once app.process has returned"
 )
 _PASS_ON: Final = (
     "give the message to app.publish(…, tx=tx) or app.start(…, tx=tx), which commit it with this transaction"
@@ -52,25 +55,28 @@ class InlineRunner:
         leased: Sequence[HandlerPlan],
         resources: Resources,
         tracing: Tracing,
+        kind: Kind,
     ) -> None:
         self.settings = settings
+        self._kind = kind
         SHOWN.text = settings.log_error_text
         self._leased = leased
         self._dsn = dsn
         self._store = store
         self._engine = Engine(store, tracing=tracing)
         self._results = Results(store.peek)
-        self._resources = resources
-        self._opening = asyncio.Lock()
+        self.resources = resources
+        self.bound: dict[Handler[..., Any], BoundHandler] = {}  # with these resources
+        self._opening = Opening(StoreUnavailable)
         self._resourceful = False
         self._saga_lease: SagaLease | None = None
         self._attempts: dict[bytes, int] = {}
 
     @classmethod
     async def open(
-        cls, settings: Settings, plans: Sequence[HandlerPlan], resources: Resources, tracing: Tracing
+        cls, settings: Settings, plans: Sequence[HandlerPlan], resources: Resources, tracing: Tracing, kind: Kind
     ) -> InlineRunner:
-        """Raises ConfigurationError or StoreUnavailable."""
+        """With the rights of this kind. Raises ConfigurationError or StoreUnavailable."""
         if settings.dsn is None:
             raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN")
         leased = [plan for plan in plans if plan.signature.needs_saga]
@@ -82,12 +88,21 @@ class InlineRunner:
             beside=min((plan.options.lease for plan in leased), default=None),
             hasty=True,
             require_standby=settings.require_synchronous_standby,
+            kind=kind,
         )
-        return cls(settings, settings.dsn, store, leased, resources, tracing)
+        return cls(settings, settings.dsn, store, leased, resources, tracing, kind)
+
+    async def allow(self, kind: Kind) -> None:
+        """H56. Raises ConfigurationError where it was opened by a call that needs less, and its role may do no more;
+        and StoreUnavailable."""
+        if kind == "worker" and self._kind != kind:
+            await check_database(self._dsn, self.settings.schema)
+            self._kind = kind
 
     async def close(self) -> None:
+        await self._opening.close()
         async with AsyncExitStack() as stack:  # from the last to the first
-            stack.push_async_callback(self._resources.close)
+            stack.push_async_callback(self.resources.close)
             stack.push_async_callback(self._store.close)
             stack.push_async_callback(self._engine.deliveries.close)
             stack.callback(self._engine.endings.telling.close)
@@ -137,9 +152,9 @@ class InlineRunner:
         return outcome
 
     async def _open_resources(self) -> None:
-        async with self._opening:
+        async with self._opening.turn():
             if not self._resourceful:
-                await self._resources.open()
+                await self.resources.open()
                 self._resourceful = True
 
     async def result(self, digest: bytes, wait: float) -> Outcome:
@@ -172,7 +187,7 @@ class InlineRunner:
     async def _open_saga_lease(self, handler: BoundHandler) -> SagaLease:
         from idemconsumer.worker.saga_lease import SagaLease  # with all that runs sagas: only who has some waits for it
 
-        async with self._opening:
+        async with self._opening.turn():
             if self._saga_lease is None:
                 leased = [*(plan.options for plan in self._leased), handler.options]  # which may not be included
                 self._saga_lease = await SagaLease.open(
@@ -194,8 +209,8 @@ class InlineRunner:
     def _left_open(self) -> None:
         if self._saga_lease is not None and self._saga_lease.engine.runs_any:
             log.warning(
-                "the event loop ends and the app is open, sagas that run are cut off and wait for a worker",
-                instead="write `async with app:` around what uses it, or `await app.close()` behind that",
+                "event loop ended before the app was closed, running sagas wait for a worker",
+                instead="write `async with app:` around the code that uses it, or `await app.close()` after it",
             )
 
 

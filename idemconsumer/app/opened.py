@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.app.inline import InlineRunner
-from idemconsumer.handlers.decorator import Handler
-from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.opening import Opening
 from idemconsumer.ports.broker import Broker
-from idemconsumer.user_code.resources import Resources
 
 
 @dataclass(slots=True)
 class Opened:
     """Each by the first call that needs it."""
 
-    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    opening: Opening = field(default_factory=lambda: Opening(StoreUnavailable))
     inline: InlineRunner | None = None
-    resources: Resources = field(default_factory=lambda: Resources(()))
-    bound: dict[Handler[..., Any], BoundHandler] = field(default_factory=dict)
     brokers: dict[str, Broker] = field(default_factory=dict)
     sagas_admin: SagaAdmin | None = None
 
     async def close(self) -> None:
         """All of it, whatever one of them raises, as what waits for a task does that was cancelled with its loop."""
+        await self.opening.close()
         async with AsyncExitStack() as stack:
             if self.inline is not None:
                 stack.push_async_callback(self.inline.close)

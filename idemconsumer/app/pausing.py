@@ -27,18 +27,19 @@ class Pausing(ABC):
     def _configured(self) -> Settings: ...
 
     async def pause(self, handler: str, *, reason: str | None = None, by: str | None = None) -> bool:
-        """Let no worker of this app fetch or begin anything for a handler, until `resume`; also none that starts later.
+        """Stop all workers of this app from fetching or beginning anything for a handler, until `resume`. Workers that
+        start later obey too.
 
-        Returns once that is stored, and whether the handler was not paused already; workers obey within about a second,
-        and within 15 s where they are told of nothing (behind a pooler). What runs is finished, also a saga that runs.
-        What is fetched and not begun goes back where that costs nothing, and waits otherwise. `by` is this process's
-        account and machine, unless given. Not paused is what `process` runs. Raises StoreUnavailable, and
+        Returns once the pause is stored: True unless the handler was paused already. Workers obey within about a
+        second, or within 15 s if they get no notifications (behind a pooler). Runs in progress finish, sagas too. A
+        message that is fetched but not begun is returned to its queue where that costs nothing, and waits otherwise.
+        `by` is this process's account and machine, unless given. `process` is not paused. Raises StoreUnavailable, and
         ConfigurationError for a name that is no handler of this app.
         """
         return await self._controls(handler).pause(self.name, handler, by=by or user(), reason=reason)
 
     async def resume(self, handler: str, *, reason: str | None = None, by: str | None = None) -> bool:
-        """Let workers go on with a handler. Returns whether it was paused. Raises as `pause`."""
+        """Let workers run a paused handler again. Returns whether it was paused. Raises as `pause`."""
         return await self._controls(handler).resume(self.name, handler, by=by or user(), reason=reason)
 
     def _controls(self, handler: str) -> Controls:

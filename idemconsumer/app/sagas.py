@@ -66,11 +66,11 @@ class SagaCalls(ABC):
     ) -> None:
         """Begin a saga from code; a worker of this app runs it.
 
-        With `tx` (of a handler, or a psycopg connection of your own) it begins if and only if that transaction
-        commits; without, it is committed on return. A second start under the same key is a duplicate, or a conflict
-        when its payload differs. `key` stands in for the handler's key rule, and `tenant` for its tenant rule.
-        Raises BadMessage when the handler could not take the payload or the key, TypeError when the payload is not
-        JSON, and ConfigurationError when it is not a saga of this app.
+        With `tx` (of a handler, or a psycopg connection of your own) the saga begins if and only if that transaction
+        commits. Without `tx` it is committed on return. A second start under the same key is a duplicate, or a conflict
+        if its payload differs. `key` replaces the handler's key rule, and `tenant` its tenant rule. Raises BadMessage
+        if the handler could not take the payload or the key, TypeError if the payload is not JSON, and
+        ConfigurationError if it is not a saga of this app.
         """
         await self._start(handler, payload, key, tenant, tx, {})
 
@@ -100,11 +100,11 @@ class SagaCalls(ABC):
             await self._broker("postgres", settings).publish(queue, [outgoing])
 
     async def saga(self, handler: Handler[..., Any], *, key: str, tenant: str | None = None) -> SagaStatus | None:
-        """The state of a saga, its recovery point and its steps; None if there is no record: it has not begun, is
-        pruned, or its key is another one.
+        """Return a saga's state, its recovery point and its steps. None means that there is no record: the saga has not
+        begun, is pruned, or its key is another one.
 
-        For people and for tests: no promise that it is still so when this returns.
-        Raises StoreUnavailable, BadMessage for an invalid key, and ConfigurationError when it is no saga of this app.
+        For people and for tests: the state may have changed by the time this returns. Raises StoreUnavailable,
+        BadMessage for an invalid key, and ConfigurationError if it is not a saga of this app.
         """
         admin, digest = self._saga_of(handler, tenant, key, "ask for its result")
         detail = await admin.look_up(digest)
@@ -120,13 +120,13 @@ class SagaCalls(ABC):
         tenant: str | None = None,
         tx: Tx | AsyncConnection[Any] | None = None,
     ) -> Signalled:
-        """Send a signal to a saga, for its `saga.wait(name)`; each wait takes the oldest one that is left.
+        """Send a signal to a saga, for its `saga.wait(name)`; each wait takes the oldest signal that is left.
 
-        With `tx` (of a handler, or a psycopg connection of your own, in a READ COMMITTED transaction) it is sent if and
-        only if that transaction commits; without, it is on return. A saga that has not begun gets it later, if it
-        begins within the handler's `retain`. Not guaranteed: that a wait takes it before the saga ends. Raises
-        StoreUnavailable, BadMessage for an invalid key, TypeError for a payload that is not JSON, and
-        ConfigurationError for an invalid name, or when it is not a saga of this app.
+        With `tx` (of a handler, or a psycopg connection of your own, in a READ COMMITTED transaction) the signal is
+        sent if and only if that transaction commits. Without `tx` it is sent when this returns. A saga that has not
+        begun gets the signal later, if it begins within the handler's `retain`. Not guaranteed: that a wait takes the
+        signal before the saga ends. Raises StoreUnavailable, BadMessage for an invalid key, TypeError for a payload
+        that is not JSON, and ConfigurationError for an invalid name or if it is not a saga of this app.
         """
         self._check_saga(handler, "signal")
         key, encoded = given_key(key), codecs.encode(payload, "payload", "give")
@@ -146,12 +146,12 @@ class SagaCalls(ABC):
     ) -> Cancellation:
         """Cancel a saga that has not ended; with `undo`, its finished steps are undone.
 
-        Returns once the request is stored, or once it is known that the saga's end came first: never both. Its worker
-        notices within a second or so, and the saga ends FAILED with the code `cancelled`, which `result` waits for. A
-        step in a transaction that is in flight is waited for, for a minute. A call in flight is cut off, and how it
-        ended is learnt as after a lost worker; if nobody can tell, the saga is put aside as `unknown_effect`. What was
-        put aside is cancelled too. Raises StoreUnavailable, BadMessage for an invalid key, and ConfigurationError when
-        it is not a saga of this app.
+        Returns once the request is stored, or once the saga is known to have ended first; never both. The saga's worker
+        notices within about a second, and the saga ends FAILED with the code `cancelled`, for which `result` waits. A
+        step that is in flight in a transaction gets a minute to finish. A call in flight is cut off, and its outcome is
+        found out as after a lost worker; if that is impossible, the saga becomes a dead letter with the reason
+        `unknown_effect`. A saga that is a dead letter is cancelled too. Raises StoreUnavailable, BadMessage for an
+        invalid key, and ConfigurationError if it is not a saga of this app.
         """
         admin, digest = self._saga_of(handler, tenant, key, "only a saga can be cancelled")
         return await admin.cancel(digest, undo=undo, by=None)
@@ -166,15 +166,15 @@ class SagaCalls(ABC):
         tenant: str | None = None,
         attempt: int | None = None,
     ) -> None:
-        """Say how a call of unknown outcome ended, or its undo if that was begun; then the saga goes on at once, with
-        all its attempts.
+        """Report how a call of unknown outcome ended, or its undo if that was begun. The saga then goes on at once,
+        with all its attempts.
 
-        `Done(result)` stores the result as the step's output, in JSON; it is read back by the annotation of the step's
-        function when the saga goes on, and if it does not fit, the saga is put aside as `saga_changed`. `NotDone()`
-        lets the call be made again, with the same key. With `attempt`, which `saga` says of each step, the answer
-        is refused if the call was begun again since the remote was asked. Raises StoreUnavailable, BadMessage for an
-        invalid key, TypeError for a result that is not JSON, and ConfigurationError when it is no such step or attempt,
-        or a worker runs the saga.
+        `Done(result)` stores the result as the step's output, in JSON. When the saga goes on, the annotation of the
+        step's function decodes it; if it does not fit, the saga becomes a dead letter with the reason `saga_changed`.
+        `NotDone()` lets the saga make the call again, with the same key. `attempt` is the step's number of attempts, as
+        `saga` reports it: with it, the answer is refused if the call was begun again since you asked the remote. Raises
+        StoreUnavailable, BadMessage for an invalid key, TypeError for a result that is not JSON, and ConfigurationError
+        if there is no such step or attempt, or if a worker runs the saga.
         """
         admin, digest = self._saga_of(handler, tenant, key, "only a saga has steps")
         await admin.decide(digest, step, answer, by=None, attempt=attempt)

@@ -34,7 +34,7 @@ def check_via(plan: HandlerPlan, via: str) -> None:
     sources = plan.sources
     routed = scheme == "rabbitmq" and "/" in name and any(each.startswith("rabbitmq:") for each in sources)
     if scheme == "memory" or not (routed or any(consumes(each, via) for each in sources)):
-        instead = "write one of them that is not memory:, or of RabbitMQ an exchange and a routing key that lead there"
+        instead = "write one of them except memory:, or a RabbitMQ exchange and routing key that lead to one of them"
         raise _cannot(plan, via, f"its sources are {', '.join(sources)}", instead)
     if plan.unwrap is not None:
         raise _cannot(plan, via, "it takes messages in an `envelope`", "leave `via` out")

@@ -37,7 +37,7 @@ def check_delay(scheme: str, name: str, delay: float) -> None:
     if not delay or scheme in ("postgres", "sqs", "memory"):
         return
     raise ConfigurationError(
-        f"publish to '{scheme}:{name}' with a delay: {_NAMES[scheme]} keeps no message back; publish to a postgres: "
+        f"publish to '{scheme}:{name}' with a delay: {_NAMES[scheme]} cannot delay messages; publish to a postgres: "
         f"queue with the delay, and have its handler publish to '{scheme}:{name}'"
     )
 

@@ -69,14 +69,14 @@ class Listening:
                         self._heard(notice.payload)
                     await self._connection.execute(b"select 1")
             except psycopg.Error as error:
-                log.info("postgres: no longer told of what arrives, looking for it instead", error=error_text(error))
+                log.info("postgres: notifications lost, polling instead", error=error_text(error))
             await self._leave()
             for failures in count(1):
                 await asyncio.sleep(session_pause(failures, counted=False, jitter=random.random()))
                 with contextlib.suppress(BrokerUnavailable, ConfigurationError, psycopg.Error):
                     await self._begin()
                     break
-            log.info("postgres: told of what arrives again")
+            log.info("postgres: notifications received again")
             self._missed()
 
     async def _leave(self) -> None:

@@ -160,7 +160,8 @@ class PostgresBroker:
                 self._lost.pop()
         except (psycopg.Error, SessionEnded) as error:
             await session.close()
-            raise BrokerUnavailable(f"{_sources(names)}: {error_text(error)}") from error
+            of = "" if isinstance(error, SessionEnded) else f"{_sources(names)}: "  # a session names its own
+            raise BrokerUnavailable(f"{of}{error_text(error)}") from error
         except BaseException:
             await session.close()
             raise
@@ -178,8 +179,8 @@ class PostgresBroker:
         if self._listen_dsn is not None and await is_pooled(listener):
             await listener.close()
             raise ConfigurationError(
-                "postgres queue: `listen_dsn` leads to a pooler, which passes no notifications on; "
-                "write the server's own address, or leave it out to have the queue polled"
+                "postgres queue: `listen_dsn` leads to a pooler, which does not forward notifications; "
+                "write the server's own address, or remove it: the queue is then polled"
             )
         return listener
 
@@ -211,7 +212,7 @@ class PostgresBroker:
         except (BrokerUnavailable, ConfigurationError, psycopg.Error) as error:
             cause = misconfigured(error, self._schema) if isinstance(error, psycopg.Error) else None
             return [Finding("error", subscription.source, error_text(cause or error))]
-        polled = ", polled once a second: a pooler passes no notifications on" if not listens else ""
+        polled = ", polled once a second: a pooler does not forward notifications" if not listens else ""
         delayed = f", {later} not due yet" if later else ""
         return [Finding("ok", subscription.source, f"queue readable, {waiting} waiting{delayed}{polled}")]
 
@@ -263,6 +264,7 @@ class PostgresSession:
         self._waking: Waking | None = None
         self._decision: float | None = None
         self._pooled = False
+        self._schema = schema
         self._statements = load(schema)
         self._most_of_body = min(bounds.max_message_bytes, _LARGEST)
         self._queues = {name: _Queue(Outstanding(bounds, f"postgres:{name}")) for name in names}
@@ -520,7 +522,7 @@ class PostgresSession:
                 cursor = await self._connection.execute(self._statements[query], params, binary=binary)
                 return await cursor.fetchall() if cursor.description else []
         except psycopg.Error as error:
-            self._end(error_text(error))
+            self._end(error_text(misconfigured(error, self._schema) or error))
             raise SessionEnded(f"{_sources(self._queues)}: {self._lost}") from error
 
     async def ask(self, statement: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
@@ -530,7 +532,7 @@ class PostgresSession:
                 cursor = await self._connection.execute(self._statements[statement], params)
                 return await cursor.fetchall() if cursor.description else []
         except psycopg.Error as error:
-            raise StoreUnavailable(error_text(error)) from error
+            raise StoreUnavailable(error_text(misconfigured(error, self._schema) or error)) from error
 
     @contextlib.asynccontextmanager
     async def _writing(self) -> AsyncIterator[None]:

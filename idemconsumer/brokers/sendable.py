@@ -21,10 +21,10 @@ def check_sendable(scheme: str, name: str, message: Outgoing, max_message_bytes:
     to = f"publish to '{scheme}:{name}'"
     given: Mapping[Any, Any] = message.headers  # whatever was given
     if message.key is not None and (not _is_text(message.key) or "\0" in message.key):
-        raise ConfigurationError(f"{to}: the key is no text that Postgres and brokers take; give one, as str(order_id)")
+        raise ConfigurationError(f"{to}: the key is not valid text for Postgres and brokers; give e.g. str(order_id)")
     for header, value in given.items():
         if not _is_text(header) or not isinstance(value, str | bytes):
-            wrong = f"has the value {type(value).__name__}" if isinstance(header, str) else "has a name that is no text"
+            wrong = f"is of type {type(value).__name__}" if isinstance(header, str) else "has a name that is not text"
             raise ConfigurationError(f"{to}: the header {header!r} {wrong}; give text or bytes, or leave it out")
         if scheme in ("kafka", "rabbitmq") and isinstance(value, str) and not _is_text(value):
             raise ConfigurationError(f"{to}: the header {header!r} has a lone surrogate in it; give bytes")
@@ -33,11 +33,11 @@ def check_sendable(scheme: str, name: str, message: Outgoing, max_message_bytes:
     elif scheme == "rabbitmq":
         for what, text in [("key", message.key or ""), *(("header's name", header) for header in message.headers)]:
             if len(text.encode()) > (most := _MOST_IN_AMQP[what]):
-                most_of_it = f"the {most} bytes of a {what}"
-                raise ConfigurationError(f"{to}: {text[:40]!r}… is longer than {most_of_it}; give its hash")
+                limit = f"{most} bytes, the limit of a {what}"
+                raise ConfigurationError(f"{to}: {text[:40]!r}… is longer than {limit}; give its hash")
     elif scheme == "kafka" and record_bytes(message) > (most := largest_record(max_message_bytes)):
         instead = "publish a reference to its payload, or raise IDEMCONSUMER_MAX_MESSAGE_BYTES"
-        raise BadMessage("oversized", f"{to}: it is larger than the {most} bytes that are sent to Kafka; {instead}")
+        raise BadMessage("oversized", f"{to}: it is larger than {most} bytes, the limit for Kafka; {instead}")
 
 
 def _is_text(value: object) -> bool:

@@ -16,18 +16,18 @@ from idemconsumer.settings import load
 F = TypeVar("F", bound=Callable[..., Any])
 
 NOT_REACHED = (
-    "{} processes are not on record: programs that run its sagas themselves, which do not obey, or workers that begin "
-    "this moment"
+    "{} processes are not on record: programs that run its sagas themselves and ignore this, or workers that are "
+    "just starting"
 )
 UNKNOWN = (
-    "nobody knows a handler {0!r} of app {1!r}, which has: {2}; should it ever run, it begins nothing until "
+    "no handler {0!r} of app {1!r} is known, only: {2}; if it ever runs, it starts nothing until "
     "`idemconsumer resume {0} --app {1}`"
 )
 
 
 def _who(command: F) -> F:
     command = deciding(command)
-    return click.option("--reason", metavar="TEXT", help="Why; workers log it, and `audit` shows it.")(command)
+    return click.option("--reason", metavar="TEXT", help="The reason; workers log it, and `audit` shows it.")(command)
 
 
 def _controls(flags: dict[str, Any]) -> Controls:
@@ -37,28 +37,28 @@ def _controls(flags: dict[str, Any]) -> Controls:
 
 @click.command()
 @click.argument("handler")
-@click.option("--app", metavar="NAME", help="Its app, where several have a handler of this name, or none has run yet.")
+@click.option("--app", metavar="NAME", help="Its app, if several have a handler of this name, or none has run yet.")
 @_who
 @database
 @as_json
 def pause(handler: str, app: str | None, as_json: bool, **flags: Any) -> None:
-    """Let no worker fetch or begin anything for a handler.
+    """Stop all workers from fetching or beginning anything for a handler.
 
-    It takes effect within a second or so, and within 15 s where workers are told of nothing (behind a pooler). What
-    runs is finished, also a saga that runs. What is fetched and not begun goes back where that costs nothing, else it
-    waits. It holds for workers that start later, until `resume`.
+    It takes effect within about a second, or within 15 s where workers get no notifications (behind a pooler). Runs in
+    progress finish, sagas too. A message that is fetched but not begun is returned to its queue where that costs
+    nothing, and waits otherwise. Workers that start later obey too, until `resume`.
     """
     _decide(Controls.pause, ("paused", "is paused already"), handler, app, flags, as_json)
 
 
 @click.command()
 @click.argument("handler")
-@click.option("--app", metavar="NAME", help="Its app, where several have a handler of this name.")
+@click.option("--app", metavar="NAME", help="Its app, if several have a handler of this name.")
 @_who
 @database
 @as_json
 def resume(handler: str, app: str | None, as_json: bool, **flags: Any) -> None:
-    """Let workers go on with a handler that is paused."""
+    """Let workers run a paused handler again."""
     _decide(Controls.resume, ("resumed", "is not paused"), handler, app, flags, as_json)
 
 
@@ -101,10 +101,10 @@ def _decide(
 @database
 @as_json
 def drain(worker: int, as_json: bool, **flags: Any) -> None:
-    """Have one worker finish what runs, and leave.
+    """Let one worker finish its runs, and stop.
 
-    WORKER is an id of `workers list`. Its launcher starts no other one in its place, until it is started again itself
-    or gets a SIGHUP.
+    WORKER is an id from `workers list`. Its launcher starts no other worker in its place, until the launcher is
+    restarted or gets a SIGHUP.
     """
     by, reason = flags.pop("by"), flags.pop("reason")
     changed = asyncio.run(_controls(flags).drain(worker, by=by, reason=reason))
@@ -116,7 +116,7 @@ def drain(worker: int, as_json: bool, **flags: Any) -> None:
 
 @click.group()
 def workers() -> None:
-    """Worker processes, as the database knows them."""
+    """Worker processes, as recorded in the database."""
 
 
 @workers.command("list")
@@ -124,10 +124,10 @@ def workers() -> None:
 @database
 @as_json
 def worker_list(app: str | None, as_json: bool, **flags: Any) -> None:
-    """List worker processes: those on record, and leases of sagas whose worker is not.
+    """List recorded worker processes, and the leases of sagas whose worker is not recorded.
 
-    A worker that was killed is `lost` for an hour. A program that runs sagas with `app.process` is not on record, and
-    is listed as `unrecorded`.
+    A worker that was killed is `lost` for an hour. A program that runs sagas with `app.process` is not recorded, and is
+    listed as `unrecorded`.
     """
     lines = asyncio.run(_controls(flags).workers(app))
     if as_json:
@@ -149,13 +149,14 @@ def worker_list(app: str | None, as_json: bool, **flags: Any) -> None:
 @database
 @as_json
 def audit(limit: int, as_json: bool, **flags: Any) -> None:
-    """List who decided what, and why; the newest first.
+    """List the decisions of people, newest first: who decided what, and why.
 
     Handlers paused and resumed, workers drained and reloaded, dead letters redriven and discarded, outgoing messages
-    tried again and discarded, keys forgotten and released, lost requests settled and released, places in Kafka skipped,
-    sagas resumed, abandoned, decided about, cancelled, signalled and moved. What code did to a saga is in `sagas show`.
+    retried and discarded, keys forgotten and released, lost requests settled and released, places in Kafka skipped,
+    sagas resumed, abandoned, decided about, cancelled, signalled and moved. `sagas show` lists the changes that code
+    made to a saga.
 
-    BY is what people said themselves, ROLE the database's user.
+    BY is the name that the person gave, ROLE the database's user.
     """
     entries = asyncio.run(_controls(flags).audit(limit))
     if as_json:

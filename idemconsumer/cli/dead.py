@@ -16,7 +16,18 @@ from idemconsumer.admin.redrives import Redrives, Run
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.dead_runs import dead_runs
 from idemconsumer.cli.letters import letter_json, show, time_of
-from idemconsumer.cli.options import ID, RATE, as_json, database, deciding, need_dsn, print_json, printable
+from idemconsumer.cli.options import (
+    ID,
+    RATE,
+    as_json,
+    database,
+    deciding,
+    need_choice,
+    need_dsn,
+    print_json,
+    printable,
+    say_left,
+)
 from idemconsumer.cli.unknown import say_unknown
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
@@ -29,9 +40,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _ERROR_WIDTH = 60
 _FILTERS = ("handler", "app", "tenant", "reason", "error", "since", "until", "key", "prefix")
 _LEFT = {
-    Redriven.INCOMPLETE: "of which the whole message is not kept; have their producer send them again",
-    Redriven.SAGA: "of which sagas have begun meanwhile; repeat this",
-    Redriven.BUSY: "about which somebody else decides right now; repeat this",
+    Redriven.INCOMPLETE: "whose whole message is not kept; have their producer send them again",
+    Redriven.SAGA: "whose sagas have begun meanwhile; repeat this",
+    Redriven.BUSY: "about which somebody else is deciding now; repeat this",
     Redriven.REDRIVEN: "which somebody else has just redriven",
     Redriven.DECIDED: "whose key is not dead any more: it was applied or rejected since, or waits for its next attempt",
 }
@@ -71,6 +82,7 @@ async def _which(admin: Admin, given: dict[str, Any], **more: Any) -> Which:
 
 def _matched(letters: int, flags: Mapping[str, Any], ids: tuple[int, ...] = ()) -> None:
     """Exit 1 where something was chosen and nothing is there: a script that misspells a handler has to learn of it."""
+    say_left(ids, letters, "dead letter")
     if letters or not (ids or any(flags[name] is not None for name in _FILTERS)):
         return
     click.echo("no dead letter is chosen by this", err=True)
@@ -85,13 +97,13 @@ def _admin(flags: dict[str, Any]) -> Admin:
 
 @click.group()
 def dead() -> None:
-    """Dead letters: messages put aside for a person."""
+    """Dead letters: messages that wait for a person."""
 
 
 @dead.command("list")
 @_chosen
 @click.option("--redriven", is_flag=True, help="Also those that were redriven and have not failed again.")
-@click.option("--before", type=ID, metavar="ID", help="Go on behind this one, as the last line says.")
+@click.option("--before", type=ID, metavar="ID", help="Go on after this one; the last line names it.")
 @click.option(
     "--limit", type=click.IntRange(1, 1_000_000), default=50, metavar="N", help="List at most N.  [default: 50]"
 )
@@ -178,14 +190,18 @@ def dead_show(number: int, as_json: bool, **flags: Any) -> None:
 @database
 def dead_export(redriven: bool, **flags: Any) -> None:
     """Write dead letters in full, newest first, as lines of JSON like those of `dead show --json`."""
+    given = dict(flags)
     admin = _admin(flags)
 
-    async def export() -> None:
+    async def export() -> int:
+        letters = 0
         async for letter in admin.export(await _which(admin, flags, redriven=redriven)):
             print_json(letter_json(letter))
+            letters += 1
+        return letters
 
     click.echo("warning: what follows holds payloads; keep it where personal data may be kept", err=True)
-    asyncio.run(export())
+    _matched(asyncio.run(export()), given)
 
 
 @dead.command("redrive")
@@ -195,7 +211,7 @@ def dead_export(redriven: bool, **flags: Any) -> None:
 @click.option("--rate", type=RATE, metavar="N", help="At most N in a second.")
 @click.option("--run", metavar="NAME", help="Go on with a run that was interrupted.  [default: a new one]")
 @deciding
-@click.option("--dry-run", is_flag=True, help="Only say what would be redriven.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be redriven.")
 @database
 @as_json
 def dead_redrive(
@@ -208,13 +224,14 @@ def dead_redrive(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Run the messages of dead letters once more, oldest first, with all their attempts again.
+    """Run the messages of dead letters again, oldest first, each with its full number of attempts.
 
-    Workers take them from a queue in the database. What was applied meanwhile does not run again; what fails again is a
-    dead letter again. Sagas that wait for a person go on where they stopped, as by `sagas resume`. A run redrives each
-    letter once, so an interrupted one can be repeated with --run.
+    Workers take them from a queue in the database. A message that was applied meanwhile does not run again; a message
+    that fails again becomes a dead letter again. Sagas that wait for a person go on where they stopped, as with
+    `sagas resume`. A run redrives each dead letter once, so an interrupted run can be repeated with --run.
     """
-    _need_choice(ids, flags, everything=everything)
+    filters = {name: flags[name] for name in _FILTERS}
+    need_choice(ids, filters, everything=everything, such_as="--handler and --reason")
     settings, given = load(dsn=flags["dsn"], schema=flags["schema"]), dict(flags)
     admin = _admin(flags)
     redrives, name = Redrives(need_dsn(settings), settings.schema), run or _run_name()
@@ -269,9 +286,10 @@ def dead_discard(
 ) -> None:
     """Delete dead letters for good.
 
-    Their keys stay dead: when their messages come again they do not run.
+    Their keys stay dead: if their messages come again, they do not run.
     """
-    _need_choice(ids, flags, everything=everything)
+    filters = {name: flags[name] for name in _FILTERS}
+    need_choice(ids, filters, everything=everything, such_as="--handler and --reason")
     given = dict(flags)
     admin = _admin(flags)
 
@@ -295,12 +313,6 @@ def dead_discard(
         click.echo(
             f"left: {of_sagas} of sagas that wait for a person: `idemconsumer sagas list --state dead`", err=True
         )
-
-
-def _need_choice(ids: tuple[int, ...], flags: Mapping[str, Any], *, everything: bool) -> None:
-    filters = [name for name in _FILTERS if flags[name] is not None]
-    if not (ids or filters or everything) or (everything and (ids or filters)):
-        raise click.UsageError("give ids, or options such as --handler and --reason, or --all")
 
 
 def _run_name() -> str:

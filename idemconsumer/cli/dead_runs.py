@@ -15,7 +15,7 @@ from idemconsumer.settings import load
 
 
 @click.command("runs")
-@click.option("--cancel", metavar="RUN", help="What nobody has begun of this run is dead letters again.")
+@click.option("--cancel", metavar="RUN", help="Turn this run's messages that have not begun back into dead letters.")
 @click.option("--limit", type=click.IntRange(1), default=50, metavar="N", help="List at most N.  [default: 50]")
 @deciding
 @database
@@ -23,8 +23,8 @@ from idemconsumer.settings import load
 def dead_runs(cancel: str | None, limit: int, by: str, as_json: bool, **flags: Any) -> None:
     """List the runs of `dead redrive`, or cancel one.
 
-    The newest come first, with what came of their letters. Of a run that is cancelled, what has begun comes to its end,
-    and sagas that were resumed go on. A command that still redrives under this name ends.
+    The newest come first, with the results of their dead letters. After a cancel, messages that have begun come to
+    their end, and resumed sagas go on. A command that is still redriving under this name ends.
     """
     settings = load(**flags)
     redrives = Redrives(need_dsn(settings), settings.schema)

@@ -22,15 +22,16 @@ _COLORS = {"note": "cyan", "warning": "yellow", "error": "red"}
 @database
 @as_json
 def doctor(target: str | None, as_json: bool, **flags: Any) -> None:
-    """Say what is wrong in a running system, or will be, and what to do about it.
+    """Report what is wrong in a running system, or will be, and what to do about it.
 
-    Exit code 0: nothing, or notes only. 1: something is, or the database cannot be reached. 2: wrong usage.
+    Exit code 0: nothing is wrong; there may be notes. 1: something is wrong, or the database cannot be reached. 2:
+    wrong usage.
 
-    Migrations that are pending; stale leases; sagas, queues, retries and outgoing messages that nobody takes; sagas for
-    review; workers that are lost or of different versions; handlers that are paused, fail, or wait for a lock, a source
-    or the database; secrets of keys that are not those of the schema, or can go; long transactions, bloat, and tables
-    that are larger than their rows. With MODULE:APP also all that `check` warns of, such as brokers that keep messages
-    longer than their records are kept. It only reads.
+    Only reads. It finds pending migrations; stale leases; sagas, queues, retries and outgoing messages that no worker
+    takes; sagas for review; workers that are lost or of different versions; handlers that are paused, fail, or wait for
+    a lock, a source or the database; key secrets that differ from the schema's, or can be removed; long transactions,
+    bloat, and tables that are larger than their rows. With MODULE:APP it also reports the warnings of `check`, such as
+    brokers that keep messages longer than their records are kept.
     """
     settings = load(**flags)
     found = asyncio.run(_all(target, settings))

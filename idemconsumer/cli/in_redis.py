@@ -52,6 +52,6 @@ async def refuse_to_forget(key: bytes) -> None:
     """Raises NothingFound for a key that Redis has, and not the database."""
     if await is_in_redis(key):
         raise NothingFound(
-            f"key {key.hex()[:12]} is not forgotten: it is in Redis; while nothing of it runs, "
-            f"DEL idemconsumer:{key.hex()} there forgets it"
+            f"key {key.hex()[:12]} is not forgotten: it is in Redis; to forget it while its request does not run, "
+            f"run DEL idemconsumer:{key.hex()} there"
         )

@@ -49,13 +49,12 @@ _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("er
 def check(target: str, as_json: bool, **flags: Any) -> None:
     """Check the app, the database and the brokers.
 
-    Exit code 0: no errors; there may be warnings. 1: at least one error. 2: wrong usage, or the app cannot be
-    imported.
+    Exit code 0: no errors; there may be warnings. 1: at least one error. 2: wrong usage, or the app cannot be imported.
 
     Only reads. It finds a database that is unreachable, not migrated, closed to the role or set to lose commits;
     sources that do not exist; brokers that drop messages after too many deliveries, or keep messages longer than their
-    records are kept; secrets of keys that are not those of the schema, or can go; and missing destinations, of those in
-    App(publishes=[…]).
+    records are kept; key secrets that differ from the schema's, or can be removed; and destinations in
+    App(publishes=[…]) that do not exist.
     """
     settings = load(**flags)
     app = load_app(target)
@@ -250,7 +249,7 @@ def _certificates(settings: Settings) -> list[Finding]:
         level: Literal["ok", "warning", "error"] = "ok" if days * 86_400 > certificates.SOON else "warning"
         text = f"{file} is valid for {days:.0f} days, until {until}"
         if days <= 0:
-            level, text = "error", f"{file} has expired on {until}; renew that file"
+            level, text = "error", f"{file} expired on {until}; renew that file"
         found.append(Finding(level, f"certificate for {server}", text))
     return found
 
@@ -307,7 +306,7 @@ async def _signals(app: App, settings: Settings) -> list[Finding]:
         Finding(
             "warning" if each.wrong else "ok",
             f"signals of {each.app}/{each.handler}",
-            f"{each.signals} named {each.name!r} are stored since {each.first_at:%F %T %Z}, {each.text}",
+            f"{each.signals} named {each.name!r} have been stored since {each.first_at:%F %T %Z}, {each.text}",
         )
         for each in found
     ]

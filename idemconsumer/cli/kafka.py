@@ -25,11 +25,11 @@ def kafka() -> None:
 @database
 @as_json
 def reset(place: str, group: str, to: str, by: str, as_json: bool, **flags: Any) -> None:
-    """Set where a consumer group goes on: its offsets in Kafka, and what the database keeps of them.
+    """Set where a consumer group goes on: its offsets in Kafka and in the database.
 
-    Only while none of its workers run: a group with live members is refused, and so is an offset that the log does not
-    have. What is read again is a duplicate as long as its record is kept. A tool that deletes or forgets the offsets in
-    Kafka alone changes nothing, since the database still has them.
+    None of its workers may run: a group with live members is refused, and so is an offset that the log does not have. A
+    record that is read again is a duplicate as long as its key is on record. Deleting or losing the offsets in Kafka
+    alone changes nothing, since the database still has them.
     """
     from idemconsumer.admin.resets import reset as reset_offsets
 

@@ -31,7 +31,7 @@ def _which(command: F) -> F:
             click.option("--handler", help="With --key: the handler's name."),
             click.option("--key", help="With --handler: the key's text, before hashing."),
             click.option("--tenant", help="With --key: the tenant."),
-            click.option("--app", help="With --key: the app. Of keys in the Redis of the settings it has to be named."),
+            click.option("--app", help="With --key: the app. Keys in the Redis of the settings need it."),
         )
     ):
         command = option(command)
@@ -83,9 +83,9 @@ def _explained(flags: dict[str, Any]) -> KeyDetail:
 @click.command()
 @_which
 def explain(as_json: bool, **flags: Any) -> None:
-    """Tell all that is known of a key, in order, and what would happen if its message came again now.
+    """Show all that is known about a key, in order, and what would happen if its message came again now.
 
-    Its deliveries are told where the setting `delivery_log` has them kept.
+    Its deliveries are included if the setting `delivery_log` keeps them.
     """
     detail = _explained(flags)
     if as_json:
@@ -104,13 +104,13 @@ def explain(as_json: bool, **flags: Any) -> None:
 
 @click.group()
 def keys() -> None:
-    """Keys: look at them, forget them, release them."""
+    """Keys: show, forget and release them."""
 
 
 @keys.command("show")
 @_which
 def keys_show(as_json: bool, **flags: Any) -> None:
-    """Show the record of a key, its result and what hangs on it. `explain` tells its story."""
+    """Show the record of a key, its result and the rows that belong to it. `explain` shows its history."""
     detail = _explained(flags)
     if as_json:
         print_json(detail)
@@ -130,7 +130,7 @@ def _lines(detail: KeyDetail) -> Iterator[tuple[str, str]]:
     since = "" if detail.changed_at is None else f" since {time_of(detail.changed_at)}"
     yield "state", f"{detail.state or 'no record'}{since}{' in Redis' if detail.store == 'redis' else ''}"
     if (request := detail.request) is not None:
-        lost = "; its owner was lost, and nobody knows how far it came" if request.lost else ""
+        lost = "; its owner was lost, and it is not known how far it got" if request.lost else ""
         yield "request", f"running since {time_of(request.since)} in {request.owner or 'a process that is gone'}{lost}"
     if detail.created_at is not None:
         awaited = "" if detail.awaited is None else f", waits for its message from {detail.awaited}"
@@ -152,7 +152,7 @@ def _lines(detail: KeyDetail) -> Iterator[tuple[str, str]]:
 @click.option("--handler", help="Only keys of this handler.")
 @click.option("--tenant", help="Only keys of this tenant.")
 @click.option("--state", type=click.Choice([state.name.lower() for state in State]), help="Only keys in this state.")
-@click.option("--after", metavar="KEY", help="Go on behind this one, as the last line says.")
+@click.option("--after", metavar="KEY", help="Go on after this one; the last line names it.")
 @click.option(
     "--limit", type=click.IntRange(1, 1_000_000), default=50, metavar="N", help="List at most N.  [default: 50]"
 )
@@ -167,7 +167,7 @@ def keys_list(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """List records in the order of their keys. Where few match, this reads all of them."""
+    """List records in the order of their keys. If few match, this reads all records."""
     settings, chosen = load(**flags), None if state is None else State[state.upper()]
     lines = asyncio.run(_keys(flags).list(handler=handler, tenant=tenant, state=chosen, after=after, limit=limit))
     if as_json:
@@ -183,15 +183,15 @@ def keys_list(
 
 
 @keys.command("forget")
-@click.option("--record", is_flag=True, help="Its record too: its message is new then, and runs if it comes again.")
+@click.option("--record", is_flag=True, help="Its record too: its message is then new, and runs if it comes again.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @deciding
 @_which
 def keys_forget(record: bool, yes: bool, by: str, as_json: bool, **flags: Any) -> None:
-    """Remove what is personal of a key: result, dead letters, errors, steps, fingerprint, and it from the delivery log.
+    """Remove the personal data of a key: result, dead letters, errors, steps, fingerprint, entries in the delivery log.
 
-    Its record stays, a hash and a state, so that its message still does not run again. What messages without a key left
-    is not found by one: `dead list`, `dead discard`.
+    Its record stays, as a hash and a state, so its message still does not run again. Dead letters of messages without a
+    key cannot be found by one: use `dead list` and `dead discard`.
     """
     known = _keys(flags)
     found = asyncio.run(_find(known, flags, unknown=True))
@@ -224,8 +224,8 @@ def keys_forget(record: bool, yes: bool, by: str, as_json: bool, **flags: Any) -
 def keys_release(by: str, as_json: bool, **flags: Any) -> None:
     """Let the message of a dead or rejected key, or a request whose owner was lost, run when it comes again.
 
-    So of a key that was accepted, and whose message was lost on its way from its broker. Runs nothing by itself: `dead
-    redrive` does, with the message that is stored. A completed key is never released.
+    The same works for an accepted key whose message was lost on its way from its broker. Runs nothing by itself:
+    `dead redrive` runs a stored message. A completed key is never released.
     """
     known = _keys(flags)
 

@@ -69,7 +69,7 @@ class _Root(click.Group):
         if (odd := next((each for each in args if not _is_utf8(each)), None)) is not None:
             raise click.UsageError(f"{os.fsencode(odd)!r} is not UTF-8; `publish --file -` takes any bytes")
         if (odd := next((each for each in args if "\0" in each), None)) is not None:
-            raise click.UsageError(f"{odd!r} has a NUL, which no name has; leave it out")
+            raise click.UsageError(f"{odd!r} contains a NUL, which is not allowed; leave it out")
         ctx.meta[_WORDS] = [*args, ""]
         return super().parse_args(ctx, args)
 

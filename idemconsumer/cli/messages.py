@@ -32,7 +32,7 @@ _BATCH = 500  # messages between two steps of the progress bar
 @click.option(
     "--times", type=click.IntRange(1), default=1, metavar="N", help="Publish each message N times.  [default: 1]"
 )
-@click.option("--delay", metavar="TIME", default="0s", help="Arrive so much later, e.g. 10m: postgres: and sqs: only.")
+@click.option("--delay", metavar="TIME", default="0s", help="Delay the arrival, e.g. 10m; postgres: and sqs: only.")
 @database
 def publish(
     source: str,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, TypeVar
 
 import click
@@ -23,7 +23,7 @@ class Finite(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{value} is not a number to count with; write one such as 50", param, ctx)
+            self.fail(f"{value} is not a finite number; write one such as 50", param, ctx)
         return number
 
 
@@ -35,13 +35,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 def database(command: F) -> F:
     """--dsn and --schema."""
     command = click.option("--schema", help="The schema of idemconsumer's tables.  [default: idemconsumer]")(command)
-    text = "The Postgres database: postgresql://user@host:5432/name. With a password, write it into IDEMCONSUMER_DSN: "
-    return click.option("--dsn", metavar="URL", help=f"{text}others see options in ps.")(command)
+    text = "The Postgres database: postgresql://user@host:5432/name. With a password, use IDEMCONSUMER_DSN: "
+    return click.option("--dsn", metavar="URL", help=f"{text}other users see options in ps.")(command)
 
 
 deciding = click.option(
     "--by", metavar="NAME", callback=lambda _context, _option, given: given or user(),
-    help="Who decides, for `audit`.  [default: your account and machine]",
+    help="Who decided, for `audit`.  [default: your account and machine]",
 )  # fmt: skip
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -53,6 +53,21 @@ def need_dsn(settings: Settings) -> str:
             "no database is given; set IDEMCONSUMER_DSN, or write --dsn postgresql://user@host:5432/name"
         )
     return settings.dsn
+
+
+def need_choice(ids: Collection[int], options: Mapping[str, object], *, everything: bool, such_as: str) -> None:
+    """Something has to be chosen: by ids, by options of which all hold, or all there is."""
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
+    if everything and (ids or given):
+        raise click.UsageError(f"--all takes no {given[0] if given else 'ids'}; leave out one of them")
+    if not (everything or ids or given):
+        raise click.UsageError(f"give ids, or options such as {such_as}, or --all")
+
+
+def say_left(ids: Collection[int], found: int, what: str) -> None:
+    """On stderr, of how many of these ids nothing was found."""
+    if found and (missing := len(set(ids)) - found) > 0:
+        click.echo(f"left: {missing} of these ids; no {what} that this applies to has them", err=True)
 
 
 def print_json(value: object) -> None:

@@ -13,7 +13,18 @@ import msgspec
 from idemconsumer.admin.outbox import Outbox, OutgoingDetail, Which
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import either, time_of
-from idemconsumer.cli.options import ANY_ID, ID, as_json, database, deciding, need_dsn, print_json, printable
+from idemconsumer.cli.options import (
+    ANY_ID,
+    ID,
+    as_json,
+    database,
+    deciding,
+    need_choice,
+    need_dsn,
+    print_json,
+    printable,
+    say_left,
+)
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.process.child import Exit
@@ -53,13 +64,13 @@ def _outbox(flags: dict[str, Any]) -> Outbox:
 
 @click.group()
 def outbox() -> None:
-    """Outgoing messages: published with tx=, and not with their brokers yet."""
+    """Outgoing messages: published with tx=, and not yet sent to their brokers."""
 
 
 @outbox.command("list")
 @_chosen
-@click.option("--parked", is_flag=True, help="Only those that their brokers refuse, and that wait for a person.")
-@click.option("--after", type=ANY_ID, default=0, metavar="ID", help="Go on behind this one, as the last line says.")
+@click.option("--parked", is_flag=True, help="Only those that their brokers refused, and that wait for a person.")
+@click.option("--after", type=ANY_ID, default=0, metavar="ID", help="Go on after this one; the last line names it.")
 @click.option(
     "--limit", type=click.IntRange(1, 1_000_000), default=50, metavar="N", help="List at most N.  [default: 50]"
 )
@@ -110,14 +121,16 @@ def outbox_show(number: int, as_json: bool, **flags: Any) -> None:
 @database
 @as_json
 def outbox_retry(ids: tuple[int, ...], everything: bool, by: str, as_json: bool, **flags: Any) -> None:
-    """Have messages that were refused sent again, at once and with all their tries.
+    """Send refused messages again, at once and with their full number of tries.
 
-    Their message ids stay the same. One that was parked goes out behind those of its key that have overtaken it.
+    Their message ids stay the same. A parked message goes out after the messages of its key that have overtaken it.
     """
-    _need_choice(ids, flags, everything=everything)
+    need_choice(
+        ids, {name: flags[name] for name in _CHOICES}, everything=everything, such_as="--destination and --error"
+    )
     which = _which(flags, ids=ids or None)
     retried = asyncio.run(_outbox(flags).retry(which, by=by))
-    _matched(retried, everything=everything)
+    _matched(retried, ids, everything=everything)
     if as_json:
         print_json({"retried": retried})
     else:
@@ -144,11 +157,13 @@ def outbox_discard(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Delete parked messages for good: nobody gets them."""
-    _need_choice(ids, flags, everything=everything)
+    """Delete parked messages for good; they are never sent."""
+    need_choice(
+        ids, {name: flags[name] for name in _CHOICES}, everything=everything, such_as="--destination and --error"
+    )
     which, outbox = _which(flags, ids=ids or None, parked=not waiting), _outbox(flags)
     discarded = asyncio.run(outbox.count(which))
-    _matched(discarded, everything=everything)
+    _matched(discarded, ids, everything=everything)
     if not dry_run:
         if not yes and discarded:
             click.confirm(f"delete {discarded} outgoing messages for good?", abort=True, err=True)
@@ -159,14 +174,9 @@ def outbox_discard(
         click.echo(f"{'would discard' if dry_run else 'discarded'}: {discarded} outgoing messages")
 
 
-def _need_choice(ids: tuple[int, ...], flags: dict[str, Any], *, everything: bool) -> None:
-    filters = [name for name in _CHOICES if flags[name] is not None]
-    if not (ids or filters or everything) or (everything and (ids or filters)):
-        raise click.UsageError("give ids, or options such as --destination and --error, or --all")
-
-
-def _matched(messages: int, *, everything: bool) -> None:
+def _matched(messages: int, ids: tuple[int, ...], *, everything: bool) -> None:
     """Exit 1 where something was chosen and nothing is there, as for dead letters."""
+    say_left(ids, messages, "outgoing message")
     if not messages and not everything:
         click.echo("no outgoing message is chosen by this", err=True)
         sys.exit(Exit.ERROR)

@@ -48,7 +48,7 @@ def requests() -> None:
 )
 @_of_a_store
 def requests_list(app: str | None, limit: int, as_json: bool, **flags: Any) -> None:
-    """List requests whose owner was lost, the oldest first. With Redis all of its keys are read."""
+    """List requests whose owner was lost, oldest first. With Redis, this reads all of its keys."""
 
     async def read() -> list[LostRequest]:
         async with _opened(flags, reads=True) as store:
@@ -70,8 +70,8 @@ def requests_list(app: str | None, limit: int, as_json: bool, **flags: Any) -> N
 @requests.command("settle")
 @click.argument("key")
 @click.option("--status", type=click.IntRange(200, 499), required=True, help="The status of the answer.")
-@click.option("--body", default="", metavar="TEXT", help="Its body; @FILE is what a file has.")
-@click.option("--content-type", default="application/json", show_default=True, help="Of the body.")
+@click.option("--body", default="", metavar="TEXT", help="Its body; @FILE reads it from a file.")
+@click.option("--content-type", default="application/json", show_default=True, help="The type of the body.")
 @click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="A further header; can be repeated.")
 @deciding
 @_of_a_store
@@ -85,7 +85,7 @@ def requests_settle(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Store the answer to a request that was done: whoever sends it again gets that.
+    """Store the answer to a request that was done; when it is sent again, it gets that answer.
 
     KEY is its first digits, as `requests list` shows them.
     """
@@ -94,7 +94,7 @@ def requests_settle(
     async def settle(lost: LostRequests, request: LostRequest) -> bool:
         return await lost.settle(request, response)
 
-    _decide(key, settle, flags, by, as_json, "settled", f"whoever sends it again gets {status}")
+    _decide(key, settle, flags, by, as_json, "settled", f"a repetition gets {status}")
 
 
 @requests.command("release")
@@ -102,7 +102,7 @@ def requests_settle(
 @deciding
 @_of_a_store
 def requests_release(key: str, by: str, as_json: bool, **flags: Any) -> None:
-    """Make the key of a request new that was not done: it runs when it is sent again.
+    """Release a request that was not done: its key is new, and it runs when it is sent again.
 
     KEY is its first digits, as `requests list` shows them.
     """
@@ -116,7 +116,7 @@ def _decide(key: str, act: Decide, flags: dict[str, Any], by: str, as_json: bool
             request = _one(await lost.all(), key)
             if not await act(lost, request):
                 raise ConfigurationError(
-                    f"key {request.key[:_SHORT]} is not {what}: it was sent again meanwhile; look once more with "
+                    f"key {request.key[:_SHORT]} is not {what}: it was sent again meanwhile; check again with "
                     "`idemconsumer requests list`"
                 )
             return request
@@ -176,7 +176,7 @@ async def _opened(flags: dict[str, Any], *, reads: bool = False) -> AsyncIterato
         return
     dsn = need_dsn(settings)
     try:
-        await check_database(dsn, settings.schema, longest_run=_LONGEST)
+        await check_database(dsn, settings.schema, longest_run=_LONGEST, kind="front-door")  # as who serves them
     except Denied as denied:
         if not (reads and denied.reads):  # O35
             raise

@@ -24,6 +24,7 @@ LEAST: Final[Mapping[str, Collection[str]]] = {
     ),
     "producer": ("publish",),
     "purge": ("prune",),
+    "front-door": ("keys forget", "requests release", "requests settle"),
     "owner": ("migrate up",),
 }
 # Of these a reader may do the half that changes nothing.

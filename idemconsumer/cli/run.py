@@ -41,7 +41,7 @@ def _worker_options(command: F) -> F:
         (
             click.option("--workers", type=int, metavar="N", help="Number of worker processes.  [default: 1]"),
             click.option(
-                "--concurrency", type=int, metavar="N", help="Lanes of each handler in a process.  [default: 8]"
+                "--concurrency", type=int, metavar="N", help="Runs of a handler at a time in a process.  [default: 8]"
             ),
             click.option("--handlers", metavar="A,B", help="Run only these handlers of the app."),
             click.option("--drain-timeout", type=float, metavar="S", help="Drain timeout in seconds.  [default: 20]"),
@@ -105,9 +105,9 @@ def _flag(words: Sequence[str]) -> str | None:
 def run(target: str, max_restarts: int, reload: bool, **flags: Any) -> None:
     """Run the handlers of an app until a signal stops them.
 
-    SIGTERM or Ctrl-C drains: fetching stops, and what runs is finished, committed and settled. A second signal
-    stops immediately; what still runs is rolled back and redelivered. SIGHUP drains the workers one after the other,
-    and starts each again with the settings that pyproject.toml has by then.
+    SIGTERM or Ctrl-C drains: workers stop fetching, and finish, commit and settle the runs in progress. A second signal
+    stops immediately; runs in progress are rolled back and redelivered. SIGHUP drains the workers one after the other,
+    and restarts each with the settings that pyproject.toml then has.
     """
     sys.exit(_run(target, load(**flags), flags, max_restarts=max_restarts, reload=reload))
 
@@ -224,7 +224,7 @@ def _reread(target: str, flags: Mapping[str, Any]) -> None:
             noting = Controls(settings.dsn, settings.schema).note_reload(f"{target} ({os.getpid()})", by=user())
             asyncio.run(noting)
     except IdemConsumerError as error:
-        log.warning("not in the audit", what="reload", error=error_text(error))
+        log.warning("reload not written to the audit", what="reload", error=error_text(error))
 
 
 def _as_environment(flags: Mapping[str, object]) -> dict[str, str]:

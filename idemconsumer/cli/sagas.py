@@ -128,7 +128,7 @@ def saga_show(prefix: str | None, handler: str | None, key: str | None, as_json:
 @sagas.command("export")
 @click.option("--handler", help="Only sagas of this handler.")
 @click.option("--state", type=click.Choice(["processing", "undoing", "dead"]), help="Only sagas in this state.")
-@click.option("--since", metavar="DURATION", help="Only sagas that began so long ago at most: 2h, 7d.")
+@click.option("--since", metavar="DURATION", help="Only sagas that began in the last 2h, 7d, …")
 @click.option(
     "--limit", type=click.IntRange(1, 1_000_000), default=1000, metavar="N", help="At most N.  [default: 1000]"
 )
@@ -142,8 +142,8 @@ def saga_export(
 ) -> None:
     """Write the histories of sagas that have not ended, newest first, as lines of JSON.
 
-    For `idemconsumer.testing.replay`, which says whether a changed handler would go on with them. They hold payloads
-    and outputs as they are stored, with all personal data in them.
+    They are for `idemconsumer.testing.replay`, which reports whether a changed handler would go on with these sagas.
+    They hold payloads and outputs as they are stored, with all personal data in them.
     """
     settings = load(**flags)
     seconds = None if since is None else parse_duration(since)
@@ -218,7 +218,7 @@ def saga_abandon(
 @sagas.command("decide")
 @click.argument("prefix", metavar="KEY")
 @click.argument("step", metavar="STEP")
-@click.option("--done", metavar="JSON", help="It was done, with this output: what its function returns, or null.")
+@click.option("--done", metavar="JSON", help="It was done, with this output: its function's return value, or null.")
 @click.option("--not-done", is_flag=True, help="It was not done, and is called again.")
 @click.option("--attempt", type=ID, help="Refuse the answer if another attempt of the step is open by now.")
 @deciding
@@ -234,9 +234,9 @@ def saga_decide(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Say how a call ended, or the undo of one, whose outcome nobody knew. Then the saga goes on.
+    """Report how a call of unknown outcome ended, or its undo. Then the saga goes on.
 
-    STEP is its name, as `sagas show` has it, with its attempts and the key that its remote was given.
+    STEP is its name. `sagas show` lists it, with its attempts and the key that the remote got.
     """
     if (done is None) != not_done:
         raise click.UsageError("give either --done JSON or --not-done")
@@ -264,9 +264,9 @@ def saga_cancel(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Cancel a saga that has not ended, also one that a worker runs: it becomes failed, with the rejection `cancelled`.
+    """Cancel a saga that has not ended, even if a worker runs it: it becomes failed, with the rejection `cancelled`.
 
-    Its worker notices within a second or so. Exit code 1: it was too late.
+    Its worker notices within about a second. Exit code 1: it was too late.
     """
     admin = _admin(flags)
 
@@ -302,7 +302,7 @@ def saga_signal(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Send a signal to a saga. The oldest signal of a name is taken by the next wait for it.
+    """Send a signal to a saga. The next wait for a name takes its oldest signal.
 
     Exit code 1: the saga has ended, or is being undone, and nothing is sent.
     """
@@ -330,10 +330,10 @@ def saga_signal(
 @database
 @as_json
 def saga_move(source: str, to: str, by: str, as_json: bool, **flags: Any) -> None:
-    """Give the sagas of a handler that was renamed, or of an app, to another handler.
+    """Move the sagas of a renamed handler or app to another handler.
 
-    They keep their keys, their steps and their version. Those that a live worker holds are left as they are. If there
-    is none, it says of which handlers there are some.
+    They keep their keys, their steps and their version. Sagas leased by a live worker are left as they are. If the
+    handler has no sagas, the command lists the handlers that have some.
     """
     admin = _admin(flags)
     moved, held = asyncio.run(admin.move(_app_and_handler(source), _app_and_handler(to), by=by))
@@ -342,16 +342,16 @@ def saga_move(source: str, to: str, by: str, as_json: bool, **flags: Any) -> Non
     else:
         click.echo(f"moved: {moved} sagas of {source} to {to}")
     if held:
-        click.echo(f"left: {held}, which live workers hold; stop those workers, and repeat this", err=True)
+        click.echo(f"left: {held}, which live workers own; stop those workers, and repeat this", err=True)
     elif not moved:
         others = ", ".join(asyncio.run(admin.handlers())) or "none at all"
-        click.echo(f"{source} has no saga that has not ended; there are of: {others}", err=True)
+        click.echo(f"{source} has no unfinished sagas; unfinished sagas belong to: {others}", err=True)
 
 
 def _app_and_handler(text: str) -> tuple[str, str]:
     app, slash, handler = text.rpartition("/")
     if not slash or not app or not handler:
-        raise click.UsageError(f"{text!r} is no APP/HANDLER; write e.g. shop/book_ride, as `idemconsumer check` does")
+        raise click.UsageError(f"{text!r} is not APP/HANDLER; write e.g. shop/book_ride, as `idemconsumer check` does")
     return app, handler
 
 

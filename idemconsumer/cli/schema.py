@@ -26,7 +26,7 @@ def migrate() -> None:
     "--wait",
     type=Finite(0),
     metavar="SECONDS",
-    help="Wait so long altogether: for locks, and for a database that takes no connections yet.  "
+    help="Wait this long in total, for locks and for a database that takes no connections yet.  "
     "[default: 300 for locks; a database that cannot be reached is an error at once]",
 )
 @database
@@ -34,14 +34,14 @@ def migrate() -> None:
 def up(wait: float | None, as_json: bool, **flags: Any) -> None:
     """Apply the pending migrations, each in one transaction. Workers may go on meanwhile.
 
-    A lock that others hold is asked for shortly, and again; who holds it is said on stderr.
+    If others hold a lock, this tries to get it for a short time, again and again, and reports the holder on stderr.
 
     \b
     Exit codes:
       0  all is applied
       1  a statement failed, or the database cannot be reached
       2  wrong usage, missing rights, or an applied file has changed
-      5  a lock was not given in time; what was applied before stays, and `up` can be run again
+      5  a lock was not granted in time; earlier migrations stay, and `up` can be run again
     """
     settings = load(**flags)
     done: list[Migration] = []
@@ -76,7 +76,7 @@ def status(as_json: bool, **flags: Any) -> None:
       1  the database cannot be reached
       2  wrong usage, missing rights, or an applied file has changed
       5  migrations are pending
-      6  none is pending, and the schema has some that this version does not know
+      6  none is pending, and the schema has migrations that this version does not know
     """
     settings = load(**flags)
     found = migrations.status(need_dsn(settings), settings.schema)
@@ -110,7 +110,7 @@ def sql(everything: bool, **flags: Any) -> None:
 @click.option("--worker", metavar="ROLE", help="Runs handlers, and every other command that changes something.")
 @click.option("--front-door", metavar="ROLE", help="Answers requests in web processes; runs `prune` and `keys forget`.")
 @click.option("--producer", metavar="ROLE", help="Publishes to Postgres queues and sends signals; reads no message.")
-@click.option("--reader", metavar="ROLE", help="Looks at everything, payloads too; changes nothing.")
+@click.option("--reader", metavar="ROLE", help="Reads everything, payloads too; changes nothing.")
 @click.option("--purge", metavar="ROLE", help="Runs `prune`; reads no results, and no messages but dead letters.")
 @database
 def grants(
@@ -123,8 +123,8 @@ def grants(
 ) -> None:
     """Print the SQL that gives roles the rights they need, and no others; runs nothing.
 
-    The role that migrates is to run it, when the schema is there, and again after each `migrate up`: it takes nothing
-    away. No database is needed.
+    Run that SQL as the role that migrates: once the schema exists, and again after each `migrate up`. It takes no
+    rights away. No database is needed.
     """
     schema = load(**flags).schema
     check_schema(schema)

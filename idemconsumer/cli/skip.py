@@ -15,15 +15,16 @@ from idemconsumer.settings import load
 
 @click.command()
 @click.argument("place", metavar="[kafka:TOPIC/PARTITION@OFFSET]", required=False)
-@click.option("--group", help="The consumer group, where several stand still at that place.")
+@click.option("--group", help="The consumer group, if several have stopped at that place.")
 @deciding
 @database
 @as_json
 def skip(place: str | None, group: str | None, by: str, as_json: bool, **flags: Any) -> None:
-    """Put a dead letter in the place of what a Kafka worker cannot read, and go on behind it.
+    """Skip what a Kafka worker cannot read: store it as a dead letter, and go on after it.
 
-    A record or batch with a wrong checksum, compression or structure stops its partition; the worker's log says where,
-    each minute. Workers notice the decision within seconds. Without an argument, list where partitions stand still.
+    A record or batch with a wrong checksum, compression or structure stops its partition; the worker logs its place
+    each minute. Workers notice the decision within seconds. Without an argument, list the places where partitions have
+    stopped.
     """
     settings = load(**flags)
     stops = Stops(need_dsn(settings), settings.schema)
@@ -42,4 +43,4 @@ def skip(place: str | None, group: str | None, by: str, as_json: bool, **flags: 
     for each in found:
         times = (f"{each.since:%Y-%m-%d %H:%M:%S}", f"{each.seen_at:%Y-%m-%d %H:%M:%S}")
         rows.append((each.place, printable(each.group), *times, printable(each.error)))
-    click.echo(table(rows) if found else "no partition stands still")
+    click.echo(table(rows) if found else "no partition is blocked")

@@ -23,12 +23,12 @@ _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 @database
 @as_json
 def status(app: str | None, as_json: bool, **flags: Any) -> None:
-    """Show how things stand: handlers, Postgres queues, retries, sagas, dead letters, requests in leased mode, outgoing
-    messages, workers.
+    """Show the present state: handlers, Postgres queues, retries, sagas, dead letters, requests in leased mode,
+    outgoing messages, workers.
 
-    APP is an app's name; without it, all apps of the schema. It only reads, by a few statements that read at most
-    10,000 rows for each queue, handler of sagas and reason: above that it says so. What waits at Kafka, RabbitMQ and
-    SQS is not known here. In JSON, `more` says so.
+    APP is an app's name; without it, all apps of the schema. Only reads: a few statements, with at most 10,000 rows for
+    each queue, handler of sagas and reason. If there are more, the output says so; in JSON, `more` does. Messages that
+    wait at Kafka, RabbitMQ and SQS are not known here.
     """
     settings = load(**flags)
     found = asyncio.run(read_status(need_dsn(settings), settings.schema, app))

@@ -36,15 +36,15 @@ Look = Callable[[], Awaitable[Status]]
 
 @click.command()
 @click.argument("app", metavar="[APP]", required=False)
-@click.option("--interval", type=Finite(0.5), default=2.0, metavar="S", help="Seconds between two looks.  [default: 2]")
+@click.option("--interval", type=Finite(0.5), default=2.0, metavar="S", help="Seconds between updates.  [default: 2]")
 @click.option("--once", is_flag=True, help="Print it once, as plain text.")
 @database
 def top(app: str | None, interval: float, once: bool, **flags: Any) -> None:
     """Watch handlers, queues, sagas, dead letters and workers live; q ends it.
 
-    DONE/S and FAILED/S are deliveries with an outcome, and those of them that failed. Workers write down what they have
-    done every twelve seconds, so these are means over the last twelve, or since a worker began. LAG is what waits in
-    Postgres queues, and at brokers where workers ask them, which they do with --ops-port; else it has a question mark.
+    DONE/S counts deliveries with an outcome, and FAILED/S those that failed. Workers record their counts every twelve
+    seconds, so these are averages over the last twelve seconds, or since a worker began. LAG counts messages that wait
+    in Postgres queues and at brokers. Workers ask the brokers only with --ops-port; otherwise LAG has a question mark.
     """
     settings = load(**flags)
     dsn = need_dsn(settings)

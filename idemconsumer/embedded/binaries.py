@@ -80,6 +80,6 @@ def _copied(installation: Path, account: pwd.struct_passwd) -> Path:
     status = target.lstat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not _can_run(copied / "bin", account):
         raise EmbeddedUnavailable(
-            f"{target} is no copy of Postgres of ours that {account.pw_name!r} can run; remove it"
+            f"{target} is not our copy of Postgres, or {account.pw_name!r} cannot run it; remove it"
         )
     return copied

@@ -55,17 +55,16 @@ def free_port() -> int:
 class EmbeddedPostgres:
     """One server on one data folder, on a port of 127.0.0.1 that stays the same over restarts.
 
-    Guaranteed: `start()` returns when connections are accepted; after `stop()` or `kill()` no process of
-    the server runs; when this process dies, by SIGKILL too, the server is shut down and a temporary folder
-    removed. fsync is on, so what was committed outlives `kill()`. A Ctrl-C in the terminal does not reach
-    the server.
-    Other local users are kept out by a random password, which stands in `dsn` and in the file `pgpass` beside the
-    data, readable by this user alone. Not thread-safe.
+    Guaranteed: `start()` returns when connections are accepted. After `stop()` or `kill()` no process of the server
+    runs. When this process dies, by SIGKILL too, the server is shut down and a temporary folder removed. fsync is on,
+    so committed data outlives `kill()`. A Ctrl-C in the terminal does not reach the server. A random password keeps
+    other local users out. It is in `dsn` and in the file `pgpass` beside the data, which only this user can read. Not
+    thread-safe.
 
-    Without `directory` the data lives in a temporary folder that `stop()` removes, unless `keep`; a start
-    after that is a new, empty server. `binaries` is a `bin` folder of another installation. `settings` go
-    to every start as `-c`. As root the server runs as `nobody`, because Postgres refuses root; `directory`
-    is then given to `nobody`, who must be able to reach it.
+    Without `directory` the data lives in a temporary folder. `stop()` removes it unless `keep` is set; a start after
+    that is a new, empty server. `binaries` is a `bin` folder of another installation. `settings` go to every start as
+    `-c`. As root, the server runs as `nobody`, because Postgres refuses root; `directory` is then given to `nobody`,
+    who must be able to reach it.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class EmbeddedPostgres:
 
     @property
     def shown_dsn(self) -> str:
-        """The same for people, and for programs that use libpq: it names a file with the password instead."""
+        """The same address for people and for programs that use libpq: it names a file with the password instead."""
         return f"postgresql://postgres@127.0.0.1:{self.port}/postgres?passfile={quote(str(self._pgpass))}"
 
     @property
@@ -103,9 +102,9 @@ class EmbeddedPostgres:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> str:
-        """Start, or start again on the same data and port; return the DSN. Does nothing when it already runs.
+        """Start, or start again on the same data and port; return the DSN. Does nothing if the server already runs.
 
-        Raises `EmbeddedUnavailable` when the binaries are missing or the server does not come up.
+        Raises `EmbeddedUnavailable` if the binaries are missing or the server does not come up.
         """
         if self.pid is not None:
             return self.dsn
@@ -136,7 +135,7 @@ class EmbeddedPostgres:
             raise
 
     def stop(self) -> None:
-        """Fast shutdown: open transactions are rolled back, data is written. Removes a temporary folder."""
+        """Shut down fast: open transactions are rolled back, data is written. Removes a temporary folder."""
         if self.pid is not None and self._process is not None:
             self._process.send_signal(signal.SIGINT)
             try:
@@ -146,7 +145,7 @@ class EmbeddedPostgres:
         self._discard()
 
     def kill(self) -> None:
-        """SIGKILL to the postmaster and all its children at once; the data stays for the next `start()`."""
+        """Send SIGKILL to the postmaster and all its children at once; the data stays for the next `start()`."""
         process, self._process = self._process, None
         if process is None:
             return

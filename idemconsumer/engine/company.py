@@ -154,6 +154,6 @@ class Company:
     def _wait_no_longer(self) -> None:
         stuck = [stay for stay in self._inside if stay.give_way is not None]
         if stuck:
-            log.warning("sagas do not give way; does their handler catch CancelledError?", sagas=len(stuck))
+            log.warning("sagas did not pause; does their handler catch CancelledError?", sagas=len(stuck))
         for stay in stuck:
             self.leave(stay)

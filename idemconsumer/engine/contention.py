@@ -28,8 +28,8 @@ class Streak:
     def describe(self, contention: Exception) -> str:
         """For the dead letter."""
         return (
-            f"{self.collisions} runs in {self.seconds / 60:.0f} minutes, and each one waited in vain for what another "
-            f"transaction held; the last one: {contention}"
+            f"{self.collisions} runs in {self.seconds / 60:.0f} minutes, each blocked by what another transaction "
+            f"held; the last one: {contention}"
         )
 
 

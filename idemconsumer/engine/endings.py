@@ -276,7 +276,7 @@ class Endings:
         error, handler = refusal.error, Subject.handler(work.handler)
         work.put_by += 1
         self.failing.failed(handler, work.identity, error, first=work.put_by == 1)
-        self.telling.failed("not read now", work, work.attempt, error)
+        self.telling.failed("decoding deferred", work, work.attempt, error)
         due = min(MAX_UNSETTLED, self._pause(work, error, work.put_by)[0])
         reason = "retry" if isinstance(error, Retry) else "failing"
         return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempt, reason=reason, error=type(error).__name__)

@@ -52,7 +52,7 @@ class Subject:
             f"{named.__module__}.{named.__qualname__}",
             getattr(fn, "__code__", None),
             "a function fails in all sagas, trying one at a time",
-            "function of sagas works again",
+            "saga function works again",
         )
 
 

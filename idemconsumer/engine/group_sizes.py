@@ -61,7 +61,12 @@ class GroupSizes:
         shut = after.gated(now) and not before.gated(now)
         if shut:
             seconds = after.gate.until - now
-            log.info("locks not given, groups take turns", handler=handler.name, seconds=seconds, error=str(contention))
+            log.info(
+                "lock conflicts, groups run one at a time",
+                handler=handler.name,
+                seconds=seconds,
+                error=str(contention),
+            )
         return shut
 
     def collides(self, handler: str) -> bool:

@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 class Handler(Generic[P, R]):
-    """A decorated function. Calling it runs the bare function: no claim, no transaction, for unit tests."""
+    """A decorated function. Calling it runs the bare function, without claim or transaction, as in unit tests."""
 
     def __init__(self, function: Callable[P, Any], plan: HandlerPlan) -> None:
         update_wrapper(self, function)
@@ -35,7 +35,7 @@ class Handler(Generic[P, R]):
 
     @property
     def name(self) -> str:
-        """The name under which its keys are stored: another one makes every message new."""
+        """The name under which its keys are stored. Another name makes every message new."""
         return self.plan.name
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -78,16 +78,15 @@ def asks_for_key(decorator: Callable[P, R]) -> Callable[P, R]:
 def idempotent_handler(source: str, *sources: str, key: KeySpec, **options: Unpack[Options]) -> Decorate:
     """Make a function the handler of one or more sources.
 
-    These are `kafka:topic`, `kafka:/regular expression of topics/`, `rabbitmq:queue`, `sqs:queue` (its name, ARN or
+    A source is `kafka:topic`, `kafka:/regular expression of topics/`, `rabbitmq:queue`, `sqs:queue` (its name, ARN or
     URL) or `postgres:queue`.
 
-    The first parameter is the payload, decoded by its annotation; `Tx`, `Message` and the app's resources are
-    injected by type, in any order. Within `<app>/<tenant>/<name>` the function's effects through Tx are applied once
-    for each key.
-    A plain function runs in a thread, without Tx; what it does is not part of any transaction. A function whose first
-    parameter is a `Batch` of payloads is called once for all new messages of a group. A function that asks for `Saga`
-    instead of Tx runs step by step, and is resumed at its last recovery point.
-    Raises HandlerError, when the function is decorated, for every mistake that is visible by then.
+    The first parameter is the payload, decoded by its annotation. `Tx`, `Message` and the app's resources are injected
+    by type, in any order. Within `<app>/<tenant>/<name>`, the function's effects through Tx are applied once for each
+    key. A plain function runs in a thread, without Tx; its effects are not part of any transaction. A function whose
+    first parameter is a `Batch` of payloads is called once for all new messages of a group. A function that asks for
+    `Saga` instead of Tx runs step by step, and is resumed at its last recovery point. Raises HandlerError, when the
+    function is decorated, for every mistake that is visible by then.
     """
 
     def decorate(fn: Callable[..., Any], /) -> Handler[Any, Any]:

@@ -149,7 +149,7 @@ class BoundHandler:
         if plan.signature.needs_saga and HASHING.secrets:
             raise HandlerError(
                 plan.name,
-                "it is a saga, and `key_secrets` is set: what finds sagas by their keys in SQL has no data key",
+                "it is a saga, and `key_secrets` is set: the SQL functions that find sagas by key have no data key",
                 "remove one of them; sagas may have a schema of their own, in a process of their own",
             )
         self._plan = plan
@@ -291,7 +291,7 @@ class BoundHandler:
             if plan.hook is not None and not from_code:
                 return plan.hook(message.body, message)
             if plan.decode is None:
-                raise BadMessage("undecodable", "its payload is made by decode=, so it cannot be begun from code")
+                raise BadMessage("undecodable", "decode= makes its payload, so it cannot be started from code")
             return plan.decode(message.body)
         if not plan.takes_none:
             raise BadMessage("tombstone", "the record has no value, and the payload's type has no `| None`")
@@ -340,7 +340,7 @@ class _OnlyBad:
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
         if error is not None and not isinstance(error, BadMessage | OfTheEngine):
-            why = f"{type(error).__name__} was raised while it was decoded, or its key, its tenant or its order derived"
+            why = f"{type(error).__name__} was raised while decoding it, or deriving its key, tenant or order"
             raise BadMessage("undecodable", why) from None
 
 

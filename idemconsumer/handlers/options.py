@@ -54,53 +54,60 @@ class UnnamedOptions(TypedDict, total=False):
 
 
 class Options(UnnamedOptions, total=False):
-    """What `@idempotent_handler` takes besides its sources and `key`.
+    """The options of `@idempotent_handler`, besides its sources and `key`.
 
-    * `name`: keys are unique within it; default the function's name. Another one forgets every key: who renames the
-      function writes its name from before here.
+    * `name`: the handler's name, within which keys are unique. Default: the function's name. Another name forgets every
+      key: if you rename the function, write its old name here.
     * `group_size`: sets the initial and maximum number of messages that share one transaction, up to 128; failures and
-      collisions reduce it. Default: the size adapts to the handler's time, its failures and its collisions. Use 1 for a
-      handler that cannot share `now()`, or must not run again because another message of its group failed. A saga
+      collisions reduce it. By default the size adapts to the handler's time, failures and collisions. Use 1 for a
+      handler that cannot share `now()`, or that must not run again because another message of its group failed. A saga
       always runs alone.
-    * `concurrency`: how many of its messages, or groups, run at a time in one process. Default the setting.
-    * `consumer_group`: the Kafka consumer group, of which each message reaches one handler. Default the app's name.
-    * `tenant`: the tenant that a message belongs to; equal keys of two tenants are two keys.
-    * `order_by`: the entity within which order is kept; "partition" keeps that of the Kafka partition; None keeps none.
-      Default what the broker promises: the order of a Kafka record key or of an SQS FIFO group, elsewhere none. A
-      saga's default is none.
-    * `fingerprint`: what must be the same under one key. Default the whole payload, as a JSON value; "raw
-      bytes" compares the body byte by byte, a key spec what it names; None compares nothing.
-    * `envelope`: what is around the payload: "sns", "eventbridge" or "cloudevents". Keys and handler see the inside.
-    * `decode`: a function of body and Message that makes the payload, for what is not JSON. An async one may wait, for
-      `timeout` at most; a plain one must not. After Retry, or while what it needs is away, the message is read again
-      at no cost; anything else that it raises makes it a dead letter.
-    * `retain`: how long a record is kept, longer than the broker may redeliver. Default "14d".
-    * `retain_dead`: how long a dead letter is kept after its last arrival; `retain_dead_body`: how long its message is,
-      with its headers and the error's text. For ever by default.
-    * `wait`: how long a delivery waits in its lane while its key is held elsewhere, before it lets others pass. Default
-      "10s"; "0s" lets them pass at once.
-    * `timeout`: how long one run may take. Default "30s".
-    * `max_attempts`: runs before the message becomes a dead letter. Default 5.
-    * `backoff`: a Backoff, (first, cap) or "first, cap". Default half a second, doubling, at most 30 s. Up to 30 s, and
-      15 minutes in all, a message pauses in its worker, unsettled and in its place in an order. For a longer pause it
-      is stored in the database and settled: any worker goes on, and it gives up its place. Sagas are always stored.
-    * `lease` (sagas): how long others wait for a lost worker before they take its sagas over. Default "30s"; the
-      shortest of a worker's handlers counts, and bounds the transaction of each of their steps.
-    * `version` (sagas): raise it when the steps change so that sagas already begun must not go on by themselves.
-    * `max_duration` (sagas): how long a saga may take from its beginning, pauses included. Then `reconcile` is asked;
-      without one it becomes a dead letter. No limit by default.
-    * `reconcile`: an async function of payload, Tx and the like. It is called before a saga runs again after its worker
-      was lost: `Done(result)` completes it, `NotDone()` runs it, `Unknown()` leaves it to a person. And when a saga has
-      taken longer than `max_duration`: `NotDone()` undoes it then. And before what was accepted is rejected by
-      `max_age`: `Done(result)` completes it, Reject rejects it, `NotDone()` rejects it with 504, `Unknown()` and Retry
-      wait longer.
+    * `concurrency`: how many of its messages or groups run at a time in one process. Default: the setting.
+    * `consumer_group`: the Kafka consumer group; each message reaches one handler of a group. Default: the app's name.
+    * `tenant`: the tenant of a message; equal keys of two tenants are two keys.
+    * `order_by`: the entity within which order is kept. "partition" keeps the order of the Kafka partition; None keeps
+      none. Default: the broker's promise, which is order within a Kafka record key or an SQS FIFO group, and elsewhere
+      none. A saga's default is none.
+    * `fingerprint`: the part of a message that must be the same under one key. Default: the whole payload, as a JSON
+      value. "raw bytes" compares the body byte by byte. A key spec compares the value that it names, or the whole
+      payload if it finds nothing. None compares nothing.
+    * `envelope`: the format around the payload: "sns", "eventbridge" or "cloudevents". Keys and handler see the inside.
+    * `decode`: a function of body and Message that makes the payload, for formats other than JSON. An async function
+      may wait, for `timeout` at most; a plain one must not wait. After Retry, or while a server that it needs is away,
+      the message is read again at no cost. Any other exception makes the message a dead letter.
+    * `retain`: how long a record is kept. It must be longer than the broker may redeliver. Default "14d".
+    * `retain_dead`: how long a dead letter is kept after its last arrival. For ever by default.
+    * `retain_dead_body`: how long the message of a dead letter is kept, with its headers and the error's text. After
+      that it cannot be redriven. For ever by default.
+    * `wait`: how long a delivery waits in its lane while its key is leased elsewhere, before it lets others pass.
+      Default "10s"; "0s" lets them pass at once.
+    * `timeout`: how long one run may take; for a batch, the whole call. A run that still waits for a lock at that time
+      costs no attempt. Default "30s".
+    * `max_attempts`: how many runs a message gets before it becomes a dead letter, unless all messages of the handler
+      fail. A message that kills its workers gets two more. Default 5.
+    * `backoff`: a Backoff, (first, cap) or "first, cap". Default: half a second, doubling, at most 30 s. For pauses up
+      to 30 s, and 15 minutes in all, a message waits in its worker: it stays unsettled and keeps its place in an order.
+      For a longer pause it is stored in the database and settled: any worker runs it later, and it gives up its place.
+      Sagas are always stored.
+    * `lease` (sagas): how long others wait for a lost worker before they take over its sagas. Default "30s". The
+      shortest lease among a worker's handlers counts, and limits the transaction of each of their steps.
+    * `version` (sagas): raise it if the steps change so that sagas already begun must not go on by themselves.
+    * `max_duration` (sagas): how long a saga may take from its beginning, pauses included. After that `reconcile` is
+      called; without one the saga becomes a dead letter. No limit by default.
+    * `reconcile`: an async function of payload, Tx and the like. It is called in three cases. Before a saga runs again
+      after its worker was lost: `Done(result)` completes the saga, `NotDone()` runs it, `Unknown()` leaves it to a
+      person. When a saga has taken longer than `max_duration`: here `NotDone()` undoes it. Before `max_age` rejects an
+      accepted message: `Done(result)` completes it, Reject rejects it, `NotDone()` rejects it with 504, `Unknown()` and
+      Retry wait longer.
     * `settle` (sagas): when the delivery is settled: "claimed", once the message is stored; "finished", at the end.
-    * `fail_on`: exceptions that no further attempt would cure. Any other one is tried again.
-    * `reply`: True sends the result, or the rejection, to the address that the message names, before it is settled; a
-      regular expression only to those that it matches whole. Default False. A saga needs `settle="finished"`.
+    * `fail_on`: exceptions that a further attempt cannot cure. After any other exception the message is tried again.
+    * `reply`: True sends the result or the rejection to the address that the message names, before the message is
+      settled. A regular expression sends only to addresses that it matches whole. Default False. A saga needs
+      `settle="finished"`.
     * `dead_letter_to`: a destination such as "kafka:orders.dlq", to which each dead letter is forwarded too.
-    * `max_age`: how long what `app.accept` has taken may wait for its end; then `reconcile` is asked, if there is one,
-      or it is rejected, with the code `not_in_time` and the status 504, and does not run any more. No limit by default.
+    * `max_age`: how long a message accepted by `app.accept` may wait for its end. After that `reconcile` is called if
+      there is one; otherwise the message is rejected with the code `not_in_time` and the status 504, and no longer
+      runs. No limit by default.
     """
 
     name: str
@@ -176,7 +183,7 @@ def check_pauses(handler: str, options: Resolved) -> None:
             handler,
             f"{pauses} pauses of its `backoff` would keep the saga's delivery unsettled for more than 30 s, or for 15 "
             "minutes in all",
-            'lower `backoff` or `max_attempts`, or write settle="claimed", which settles a message meanwhile',
+            'lower `backoff` or `max_attempts`, or write settle="claimed", which settles the message at its claim',
         )
 
 
@@ -195,7 +202,7 @@ def _text(handler: str, option: str, value: Any) -> str:
 def _version(handler: str, option: str, value: Any) -> str:
     if value == ANY_VERSION:
         raise HandlerError(
-            handler, f'`{option}` is "{ANY_VERSION}", which marks sagas that a person let go on', 'write e.g. "2"'
+            handler, f'`{option}` is "{ANY_VERSION}", which marks sagas that a person resumed', 'write e.g. "2"'
         )
     return _text(handler, option, value)
 

@@ -33,8 +33,8 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
     if (to := options.dead_letter_to) is not None and any(consumes(source, to) for source in sources):
         raise HandlerError(
             name,
-            f"`dead_letter_to` is {to!r}, which it consumes itself, so that its letters would come back to it",
-            "name another destination; `idemconsumer dead redrive` runs letters again",
+            f"`dead_letter_to` is {to!r}, which it consumes itself, so its dead letters would come back to it",
+            "name another destination; `idemconsumer dead redrive` runs dead letters again",
         )
     if (unstored := codecs.unencodable(returned(fn))) is not None:
         raise HandlerError(
@@ -270,7 +270,7 @@ def _fingerprint(handler: str, payload_type: Any, given: Options, *, hooked: boo
         if payload_type is ByAttribute:
             raise HandlerError(
                 handler,
-                "`decode` makes an object of another library, and nobody can tell whether two of these are equal",
+                "`decode` makes an object of another library, and two such objects cannot be compared",
                 'name what duplicates have in common, e.g. fingerprint="order.id"; "raw bytes" compares the body',
             )
         return lambda arrived, _, payload: (keys.fingerprint(arrived.body), keys.canonical_value(payload))

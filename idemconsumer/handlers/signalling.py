@@ -24,12 +24,12 @@ def signalling(plan: HandlerPlan, saga: HandlerPlan, saga_key: KeySpec, send: Se
     signature = plan.signature
     if signature.needs_saga or signature.batch:
         what = "Saga" if signature.needs_saga else "Batch"
-        raise HandlerError(plan.name, f"it sends signals, and takes {what}", "take the payload of one message")
+        raise HandlerError(plan.name, f"it sends signals and takes {what}", "take the payload of one message")
     if saga.tenant_spec is not None and plan.tenant_spec is None:
         raise HandlerError(
             plan.name,
-            f"it has no `tenant`, and the sagas of {saga.name!r} have one each, so that its signals would reach none",
-            "write tenant= here too, with where its messages have it",
+            f"it has no `tenant`, but each saga of {saga.name!r} has one, so its signals would reach none of them",
+            "write tenant= here too, with the place where its messages have it",
         )
     read = keys.compile_key(saga_key, signature.payload_type, handler=plan.name, option="saga_key")
 

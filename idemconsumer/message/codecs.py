@@ -115,11 +115,11 @@ def encode_result(result: object, *, compared: bool = True) -> StoredResult | No
     try:
         headers = msgspec.convert(result.headers, tuple[tuple[str, str], ...])
     except msgspec.ValidationError:
-        raise TypeError("a Result has headers that are no pairs of texts; give it a list of (name, value)") from None
+        raise TypeError("a Result has headers that are not pairs of strings; give it a list of (name, value)") from None
     for name, value in (*headers, ("content-type", result.content_type or "")):
         if not _FIELD_NAME.fullmatch(name) or not _FIELD_VALUE.fullmatch(value):
             raise TypeError(
-                f"a Result has the header {name!r}, with characters that HTTP cannot carry in it; percent-encode them, "
+                f"a Result has the header {name!r} with characters that HTTP does not allow; percent-encode them, "
                 'as urllib.parse.quote(text, safe="") does'
             )
     return replace(
@@ -196,7 +196,7 @@ def _json(value: object, what: str, instead: str, compared: bool = True) -> byte
     if sets and not levels and (b"null" in written or b"[" in written):
         levels = list(contents.levels(value))
     if b"null" in written and any(map(contents.has_no_json, levels)):
-        raise _NotReadBack(f"{what} has a number in it that is NaN or infinite, which JSON does not have; write None")
+        raise _NotReadBack(f"{what} contains a number that is NaN or infinite, which JSON does not have; write None")
     if any(issubclass(kind, _SETS) for kind in contents.unusual(levels)):
         written = forms.encode(contents.in_order(_decode_exactly(written), value))
         problem = problem and _lost(value, written, compared)[0]  # where nothing says that it is a set

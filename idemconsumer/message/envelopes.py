@@ -89,7 +89,7 @@ def _eventbridge(message: Message) -> Message:
     try:
         event = _event.decode(without_mark(message.body))
     except _NO_SUCH_JSON:
-        raise _no_envelope("an EventBridge event", "a target with an input transformer gets none") from None
+        raise _no_envelope("an EventBridge event", "a target with an input transformer gets no event") from None
     said = {"detail-type": event.detail_type, "source": event.source, "account": event.account, "region": event.region}
     return msgspec.structs.replace(
         message,

@@ -42,7 +42,7 @@ _Read: TypeAlias = Callable[[Message, object], object]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Where a key comes from, when it is not a path into the payload. Made by the static methods.
+    """Where a key comes from, if it is not a path into the payload. Make one with the static methods.
 
     `kind` is the name of that method; `name` and `specs` are its arguments.
     """
@@ -53,51 +53,58 @@ class Key:
 
     @staticmethod
     def header(name: str) -> Key:
-        """The header `name`; without one of exactly this name, one that differs in case only."""
+        """Use the header `name`. If no header has exactly this name, one that differs in case only is used."""
         return Key("header", name)
 
     @staticmethod
     def property(name: str) -> Key:
-        """A property of a RabbitMQ message, e.g. "correlation_id". The names are `message.PROPERTIES`."""
+        """Use a property of a RabbitMQ message, e.g. "correlation_id". `message.PROPERTIES` lists the names."""
         return Key("property", name)
 
     @staticmethod
     def message_id() -> Key:
-        """The producer's message id, where the broker carries one (RabbitMQ, SQS, the Postgres queue). SQS gives every
-        message an id of its own; where the producer gave none, that one detects redeliveries only. The deduplication id
-        of a FIFO queue is not meant: it counts for five minutes only."""
+        """Use the producer's message id, if the broker carries one (RabbitMQ, SQS, the Postgres queue). SQS gives every
+        message an id of its own; if the producer gave none, that id detects redeliveries only. This is not the
+        deduplication id of a FIFO queue, which counts for five minutes only."""
         return Key("message_id")
 
     @staticmethod
     def record_key() -> Key:
-        """The key of a Kafka record, which is text in UTF-8. It names a message only if its producer never uses it
-        twice; where it names an entity, add what changes: `Key.all(Key.record_key(), "version")`."""
+        """Use the key of a Kafka record, which is text in UTF-8. It identifies a message only if its producer never
+        uses it twice. If it identifies an entity, add a field that changes: `Key.all(Key.record_key(), "version")`."""
         return Key("record_key")
 
     @staticmethod
     def cloudevent() -> Key:
-        """A CloudEvent's source and id, from headers (binary mode) or from the body (structured mode)."""
+        """Use a CloudEvent's source and id, from headers (binary mode) or from the body (structured mode)."""
         return Key("cloudevent")
 
     @staticmethod
     def payload() -> Key:
-        """The SHA-256 of the body: equal bytes are one message. Two bodies that differ in spacing are two."""
+        """Use the SHA-256 of the body: equal bytes are one message. Two bodies that differ only in spacing are two
+        messages."""
         return Key("payload")
 
     @staticmethod
     def offset() -> Key:
-        """Kafka topic, partition and offset. Detects redeliveries only: what a producer sent twice has two
-        offsets, and a topic that was deleted and created again repeats them."""
+        """Use Kafka's topic, partition and offset. This detects redeliveries only: a message that its producer sent
+        twice has two offsets.
+
+        Offsets repeat after an unclean election, in a topic that was deleted and created again, and in a log that was
+        restored. A new message there conflicts with the earlier one at its offset, or counts as its duplicate if they
+        are equal.
+        """
         return Key("offset")
 
     @staticmethod
     def all(*specs: KeySpec) -> Key:
-        """All of them together, length-prefixed: ("a", "bc") is not ("ab", "c"). If one is missing, so is the key."""
+        """Use all of them together, each with its length: ("a", "bc") is not ("ab", "c"). If one is missing, so is the
+        key."""
         return Key("all", specs=_some("Key.all", specs))
 
     @staticmethod
     def first(*specs: KeySpec) -> Key:
-        """The first that is present. One that is present but invalid is an error; it is not skipped."""
+        """Use the first that is present. One that is present but invalid is an error; it is not skipped."""
         return Key("first", specs=_some("Key.first", specs))
 
 

@@ -27,21 +27,23 @@ class Whole(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """What a producer sent, as it arrived.
+    """A producer's message, as it arrived.
 
-    `source` is `scheme:name`. `body` is never changed; it is empty for a `tombstone`, a Kafka record without a value.
-    `headers` holds text wherever the bytes are UTF-8, and the last value of a name that came more than once;
-    `repeated_headers` then holds all of them in their order, and is empty otherwise. `key` and
-    `tenant` are empty until the handler's specs have derived them. `attempt` counts from 1. It
-    includes the failures that this process has seen; those of other processes only where it had to look them up, as for
-    a redelivery. `message_id` is the producer's id, if the broker carries one; `order_hint` is what the broker
-    orders by (Kafka record key, FIFO group), None where it does not.
-    `position` shows a person where it came from, e.g. `orders.placed-3-42`.
-
-    `timestamp` is when it was sent, as the broker or the producer says. `partition`, `offset` and `record_key` are
-    Kafka's. `properties` are RabbitMQ's, under the names that `Key.property` takes, as far as the message has them.
-
-    `whole` describes a body above `max_message_bytes` that was not held whole. No handler gets such a message.
+    * `source`: `scheme:name`.
+    * `body`: never changed. It is empty for a `tombstone`, a Kafka record without a value.
+    * `headers`: text wherever the bytes are UTF-8, and the last value of a repeated name. `repeated_headers` then has
+      all headers in order; otherwise it is empty.
+    * `key`, `tenant`: empty until the handler's rules have derived them.
+    * `attempt`: counts from 1, and includes the failures that this process has seen. Failures in other processes are
+      included only if this process had to look them up, as for a redelivery.
+    * `message_id`: the producer's id, if the broker carries one.
+    * `order_hint`: the broker's own ordering key (Kafka record key, FIFO group), or None if it has none.
+    * `position`: shows people where the message came from, e.g. `orders.placed-3-42`.
+    * `timestamp`: the time of sending, as the broker or the producer gives it.
+    * `partition`, `offset`, `record_key`: Kafka's.
+    * `properties`: RabbitMQ's, under the names that `Key.property` takes, if the message has them.
+    * `whole`: describes a body above `max_message_bytes`, of which only a part was kept. No handler gets such a
+      message.
     """
 
     source: str
@@ -80,10 +82,11 @@ class StoredResult:
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What a handler may return whose result is asked for by HTTP: a `body` with a `status` and `headers`.
+    """A return value for handlers whose result is requested by HTTP: a `body` with a `status` and `headers`.
 
     The `body` is stored as any result: bytes as they are, None as nothing, anything else as JSON. `headers` keep their
-    order. `content_type` is that of the body unless given. Elsewhere, as for a reply, the body counts alone.
+    order. `content_type` is the body's type unless given. Where HTTP plays no part, such as in a reply, only the body
+    counts.
     """
 
     body: object = None

@@ -120,7 +120,7 @@ def new_adapter(annotation: Any) -> Any:
     except PydanticSchemaGenerationError as error:
         unknown = str(error).partition(". Set")[0].partition(" for ")[2]
         raise TypeError(
-            "only pydantic reads pydantic dataclasses, and unions with a model, and what they are in, and it does not "
+            "only pydantic reads a type that contains a pydantic dataclass or a union with a model, and it does not "
             f"know {unknown}; write a dataclass, a TypedDict or a pydantic model in its place"
         ) from None
     except PydanticUserError as error:
@@ -224,11 +224,11 @@ def _hidden_fields(cls: type) -> Iterator[str]:
     for name, info in fields(cls).items():
         field = f"its field {name!r} of {cls.__name__}"
         if info.exclude:
-            yield f"{field} is left out when it is written; remove exclude=True, or give another type"
+            yield f"{field} is left out of what is written; remove exclude=True, or return another type"
         if name not in own and any(map(is_secret, _arguments(info.annotation))):
             yield (
-                f"{field} is a secret, of which only asterisks are written; leave it out, or say how it is to be kept "
-                "with a field_serializer"
+                f"{field} is a secret, and only asterisks are written for it; leave it out, or write it with a "
+                "field_serializer"
             )
 
 

@@ -20,6 +20,7 @@ TOKEN: Final = re.compile(r"[!-~]{1,128}", re.ASCII)
 """What SQS takes for a group, or for a deduplication id."""
 
 _NAME: Final = r"(?P<name>[A-Za-z0-9_-]{1,80}(\.fifo)?)"
+_PLAIN: Final = re.compile(_NAME)
 _ARN: Final = re.compile(rf"arn:aws[a-z-]*:sqs:(?P<region>[a-z0-9-]+):(?P<account>\d{{12}}):{_NAME}")
 _URL: Final = re.compile(rf"https?://[A-Za-z0-9.:\[\]-]+/(?:[^@?#\s]*/)?{_NAME}")
 # https://docs.aws.amazon.com/general/latest/gr/sqs-service.html, its older form, and that of FIPS.
@@ -52,7 +53,7 @@ def queue_address(given: str) -> QueueAddress | None:
         if aws := _AWS.fullmatch(parts.hostname or ""):
             return QueueAddress(given, url["name"], region=aws[1] or aws[2], url=given)
         return QueueAddress(given, url["name"], url=given, endpoint=f"{parts.scheme}://{parts.netloc}")
-    return None if "/" in given or ":" in given else QueueAddress(given, given)
+    return QueueAddress(given, given) if _PLAIN.fullmatch(given) else None
 
 
 def check_group(queue: str, headers: Mapping[str, str | bytes]) -> None:

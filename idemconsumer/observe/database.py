@@ -118,13 +118,13 @@ class Database:
             self._found = None
             await self._leave()
             if not self._failing:
-                log.warning("database not measured", error=error_text(error))
+                log.warning("database metrics unavailable", error=error_text(error))
             self._failing = True
             if getattr(error, "sqlstate", None) is None:
                 self._heard, self._next = -math.inf, 0.0
         else:
             if self._failing and self._found is not None:
-                log.info("database measured again")
+                log.info("database metrics available again")
                 self._failing = False
         finally:
             if math.isinf(self._next):  # it was measured, or has refused that

@@ -14,12 +14,12 @@ from idemconsumer.certificates import expires_at
 from idemconsumer.observe.counts import Histogram
 from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.database import Found
+from idemconsumer.observe.texts import PREFIX, TEXTS
 from idemconsumer.rules.held_up import WORKS, HeldUp
 from idemconsumer.rules.letters import REASONS
 from idemconsumer.rules.values import OutcomeKind
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
-_PREFIX: Final = "idemconsumer_"
 _HANDLER: Final = ("app", "handler")
 # There from the beginning (O31); the others are not outcomes of deliveries.
 _EXPECTED: Final = tuple(kind for kind in OutcomeKind if kind not in (OutcomeKind.UNKNOWN, OutcomeKind.ABSENT))
@@ -35,11 +35,13 @@ def exposition(
     `answer`: as `observe.database.Database` has it. `certificates`: the files of ours, by the server that they are for.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Numbers(crew, found, certificates or {}, answer))
+    registry.register(Numbers(crew, found, certificates or {}, answer))
     return generate_latest(registry)
 
 
-class _Numbers(Collector):
+class Numbers(Collector):
+    """All families, also those without a sample."""
+
     def __init__(self, crew: Crew, found: Found | None, certificates: Mapping[str, str], answer: float | None) -> None:
         self._answer = answer
         self._crew = crew
@@ -50,17 +52,16 @@ class _Numbers(Collector):
         yield from _counted(self._crew)
         yield from _standing(self._crew)
         yield _gauge(
-            "certificate_expiry_timestamp_seconds", "When our own certificate for that server expires", ("server",),
+            "certificate_expiry_timestamp_seconds", ("server",),
             (((name,), at) for name, file in self._certificates.items() if (at := expires_at(file)) is not None),
         )  # fmt: skip
         yield _gauge(
             "database_up",
-            "Whether the database has answered the launcher just now",
             (),
             [((), float(self._answer is not None))],
         )
         yield _gauge(
-            "database_answer_seconds", "How long it took for an answer to nothing", (),
+            "database_answer_seconds", (),
             [] if self._answer is None else [((), self._answer)],
         )  # fmt: skip
         if self._found is not None:
@@ -72,11 +73,11 @@ def _counted(crew: Crew) -> Iterator[Metric]:
     app, counts = crew.app, crew.counts
     handlers = sorted(counts.handlers.items())
     yield _counter(
-        "deliveries", "Messages that a source has delivered, again or for the first time", (*_HANDLER, "source"),
+        "deliveries", (*_HANDLER, "source"),
         (((app, name, source), n) for name, of in handlers for source, n in of.deliveries.items()),
     )  # fmt: skip
     yield _counter(
-        "messages", "Runs of deliveries by how they ended", (*_HANDLER, "outcome"),
+        "messages", (*_HANDLER, "outcome"),
         (
             ((app, name, str(kind)), of.outcomes[kind])
             for name, of in handlers
@@ -84,7 +85,7 @@ def _counted(crew: Crew) -> Iterator[Metric]:
         ),
     )  # fmt: skip
     yield _counter(
-        "dead_letters", "Messages that were put aside for a person", (*_HANDLER, "reason"),
+        "dead_letters", (*_HANDLER, "reason"),
         (
             ((app, name, reason), of.letters[reason])
             for name, of in handlers
@@ -92,26 +93,24 @@ def _counted(crew: Crew) -> Iterator[Metric]:
         ),
     )  # fmt: skip
     yield _histogram(
-        "handler_duration_seconds", "How long the function took for a message; in a group, the mean",
+        "handler_duration_seconds",
         (((app, name), of.handling) for name, of in handlers),
     )  # fmt: skip
     yield _histogram(
-        "group_duration_seconds", "How long a group took, its claim and its commit included",
+        "group_duration_seconds",
         (((app, name), of.groups) for name, of in handlers),
     )  # fmt: skip
-    yield _histogram(
-        "group_size", "Messages that ran in one transaction", (((app, name), of.sizes) for name, of in handlers)
-    )
-    yield _counter("pruned_records", "Records past their retention that were deleted", (), [((), counts.pruned)])
+    yield _histogram("group_size", (((app, name), of.sizes) for name, of in handlers))
+    yield _counter("pruned_records", (), [((), counts.pruned)])
     yield _counter(
-        "relayed_messages", "Outgoing messages that their brokers have confirmed", ("destination",),
+        "relayed_messages", ("destination",),
         (((name,), n) for name, n in sorted(counts.relayed.items())),
     )  # fmt: skip
     yield _counter(
-        "parked_messages", "Outgoing messages that were put aside, since their brokers refuse them", ("destination",),
+        "parked_messages", ("destination",),
         (((name,), n) for name, n in sorted(counts.parked.items())),
     )  # fmt: skip
-    yield _counter("worker_deaths", "Workers that ended without being asked to", (), [((), crew.deaths)])
+    yield _counter("worker_deaths", (), [((), crew.deaths)])
 
 
 def _standing(crew: Crew) -> Iterator[Metric]:
@@ -120,19 +119,15 @@ def _standing(crew: Crew) -> Iterator[Metric]:
     states = {name: [report.handlers[name] for report in reports if name in report.handlers] for name in handlers}
     pools = sorted({name for report in reports for name in report.pools})
     used = {name: [report.pools[name] for report in reports if name in report.pools] for name in pools}
-    yield _gauge(
-        "workers", "Worker processes by what they do", ("state",), (((state,), n) for state, n in crew.states.items())
-    )
+    yield _gauge("workers", ("state",), (((state,), n) for state, n in crew.states.items()))
     # O33: 0, and not left out, while something is away.
+    yield _gauge("ready", (), [((), float(not crew.against_readiness()))])
     yield _gauge(
-        "ready", "Whether all workers consume, as /readyz says", (), [((), float(not crew.against_readiness()))]
-    )
-    yield _gauge(
-        "source_up", "Whether all workers that read it are connected to a source", ("source",),
+        "source_up", ("source",),
         (((source,), float(up)) for source, up in crew.up.items() if not source.startswith(_RETRIES)),
     )  # fmt: skip
     yield _gauge(
-        "handler_state", "Workers in which a handler works, or is held up by this", (*_HANDLER, "state"),
+        "handler_state", (*_HANDLER, "state"),
         (
             ((app, name, str(state)), float(sum(state in (each.held_up or [WORKS]) for each in of)))
             for name, of in states.items()
@@ -141,58 +136,55 @@ def _standing(crew: Crew) -> Iterator[Metric]:
     )  # fmt: skip
     yield _gauge(
         "lanes",
-        "Lanes of all workers",
         _HANDLER,
         (((app, name), sum(s.lanes for s in of)) for name, of in states.items()),
     )
     yield _gauge(
-        "busy_lanes", "Lanes that run something", _HANDLER,
+        "busy_lanes", _HANDLER,
         (((app, name), sum(s.busy for s in of)) for name, of in states.items()),
     )  # fmt: skip
     yield _gauge(
-        "waiting_room_messages", "Deliveries that wait for a key that another worker holds", _HANDLER,
+        "waiting_room_messages", _HANDLER,
         (((app, name), sum(s.waiting for s in of)) for name, of in states.items()),
     )  # fmt: skip
     yield _gauge(
-        "waiting_room_oldest_seconds", "For how long the oldest of them has waited", _HANDLER,
+        "waiting_room_oldest_seconds", _HANDLER,
         (((app, name), max(s.oldest for s in of)) for name, of in states.items()),
     )  # fmt: skip
+    yield _gauge("in_hand_messages", (), [((), sum(r.in_hand for r in reports))])
+    yield _gauge("in_hand_bytes", (), [((), sum(r.bytes_in_hand for r in reports))])
     yield _gauge(
-        "in_hand_messages", "Deliveries that workers hold, unfinished", (), [((), sum(r.in_hand for r in reports))]
-    )
-    yield _gauge("in_hand_bytes", "Bytes of these", (), [((), sum(r.bytes_in_hand for r in reports))])
-    yield _gauge(
-        "pool_connections_used", "Connections to the database in use", ("pool",),
+        "pool_connections_used", ("pool",),
         (((name,), sum(p.used for p in of)) for name, of in used.items()),
     )  # fmt: skip
     yield _gauge(
-        "pool_connections_max", "How many there may be", ("pool",),
+        "pool_connections_max", ("pool",),
         (((name,), sum(p.most for p in of)) for name, of in used.items()),
     )  # fmt: skip
     yield _gauge(
-        "pool_pending_requests", "Lanes that wait for a connection", ("pool",),
+        "pool_pending_requests", ("pool",),
         (((name,), sum(p.pending for p in of)) for name, of in used.items()),
     )  # fmt: skip
 
 
 def _stored(found: Found) -> Iterator[Metric]:
     state, reason = (*_HANDLER, "state"), (*_HANDLER, "reason")
-    yield _gauge("sagas", "Sagas that have not ended", state, ((name, of.number) for name, of in found.sagas.items()))
+    yield _gauge("sagas", state, ((name, of.number) for name, of in found.sagas.items()))
     yield _gauge(
-        "oldest_saga_seconds", "For how long the oldest of them has been there", state,
+        "oldest_saga_seconds", state,
         ((name, of.oldest or 0.0) for name, of in found.sagas.items()),
     )  # fmt: skip
     yield _gauge(
-        "due_sagas", "Sagas that a worker could take now", _HANDLER,
+        "due_sagas", _HANDLER,
         ((name, of.number) for name, of in found.due.items()),
     )  # fmt: skip
     yield _gauge(
-        "oldest_due_saga_seconds", "For how long one of them could have been taken", _HANDLER,
+        "oldest_due_saga_seconds", _HANDLER,
         ((name, of.oldest or 0.0) for name, of in found.due.items()),
     )  # fmt: skip
     retries = {_of_retries(source): source for source in found.queues if source.startswith(_RETRIES)}
     yield _gauge(
-        "retries", "Messages that are stored until their next attempt: not due yet, or due", state,
+        "retries", state,
         (
             ((*name, of), float(n))
             for name, source in retries.items()
@@ -200,47 +192,45 @@ def _stored(found: Found) -> Iterator[Metric]:
         ),
     )  # fmt: skip
     yield _gauge(
-        "oldest_due_retry_seconds", "For how long the first of them has been due", _HANDLER,
+        "oldest_due_retry_seconds", _HANDLER,
         ((name, found.queues[source].oldest or 0.0) for name, source in retries.items()),
     )  # fmt: skip
     yield _gauge(
-        "delayed_messages", "Messages of Postgres queues that are not due yet", ("source",),
+        "delayed_messages", ("source",),
         (((source,), n) for source, n in found.delayed.items() if not source.startswith(_RETRIES)),
     )  # fmt: skip
     yield _gauge(
-        "open_dead_letters", "Dead letters that nobody has redriven or discarded", reason,
+        "open_dead_letters", reason,
         ((name, of.number) for name, of in found.letters.items()),
     )  # fmt: skip
     yield _gauge(
-        "oldest_dead_letter_seconds", "For how long the oldest of them has been there", reason,
+        "oldest_dead_letter_seconds", reason,
         ((name, of.oldest or 0.0) for name, of in found.letters.items()),
     )  # fmt: skip
     yield _gauge(
-        "unforwarded_dead_letters", "Dead letters that are not yet where `dead_letter_to` says", _HANDLER,
+        "unforwarded_dead_letters", _HANDLER,
         ((name, of.number) for name, of in found.forwards.items()),
     )  # fmt: skip
     yield _gauge(
-        "oldest_unforwarded_dead_letter_seconds", "For how long the oldest of them has been there", _HANDLER,
+        "oldest_unforwarded_dead_letter_seconds", _HANDLER,
         ((name, of.oldest or 0.0) for name, of in found.forwards.items()),
     )  # fmt: skip
     yield _gauge(
-        "leases", "Leases of workers with sagas: live, or lost with sagas that nobody has taken yet", ("state",),
+        "leases", ("state",),
         (((state,), n) for state, n in found.leases.items()),
     )  # fmt: skip
     yield _gauge(
-        "outbox_messages", "Outgoing messages: waiting to be sent, to be sent later, or parked for a person",
+        "outbox_messages",
         ("destination", "state"),
         (((name, state), float(n)) for name, of in found.outbox.items()
          for state, n in (("waiting", of.waiting), ("later", of.later), ("parked", of.parked))),
     )  # fmt: skip
     yield _gauge(
-        "oldest_outbox_message_seconds", "For how long the oldest of those that wait to be sent has been there",
+        "oldest_outbox_message_seconds",
         ("destination",), (((name,), of.oldest or 0.0) for name, of in found.outbox.items()),
     )  # fmt: skip
     if found.pruned_at is not None:
-        yield _gauge(
-            "last_prune_timestamp_seconds", "When a pass of pruning last ended, anywhere", (), [((), found.pruned_at)]
-        )
+        yield _gauge("last_prune_timestamp_seconds", (), [((), found.pruned_at)])
 
 
 def _lag(crew: Crew, found: Found | None) -> Iterator[Metric]:
@@ -250,11 +240,11 @@ def _lag(crew: Crew, found: Found | None) -> Iterator[Metric]:
         if not source.startswith(_RETRIES):
             messages[source], seconds[source] = of.number, of.oldest or 0.0
     yield _gauge(
-        "lag_messages", "Messages of a source that nobody has taken yet", ("source",),
+        "lag_messages", ("source",),
         (((source,), n) for source, n in messages.items()),
     )  # fmt: skip
     yield _gauge(
-        "lag_seconds", "For how long the oldest of them has been there, where that is known", ("source",),
+        "lag_seconds", ("source",),
         (((source,), n) for source, n in seconds.items()),
     )  # fmt: skip
 
@@ -268,22 +258,22 @@ def _of_retries(source: str) -> Labels:
     return app, handler
 
 
-def _counter(name: str, text: str, labels: Labels, samples: Samples) -> Metric:
-    family = CounterMetricFamily(_PREFIX + name, text, labels=labels)
+def _counter(name: str, labels: Labels, samples: Samples) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, TEXTS[name], labels=labels)
     for values, value in samples:
         family.add_metric(values, value)
     return family
 
 
-def _gauge(name: str, text: str, labels: Labels, samples: Samples) -> Metric:
-    family = GaugeMetricFamily(_PREFIX + name, text, labels=labels)
+def _gauge(name: str, labels: Labels, samples: Samples) -> Metric:
+    family = GaugeMetricFamily(PREFIX + name, TEXTS[name], labels=labels)
     for values, value in samples:
         family.add_metric(values, value)
     return family
 
 
-def _histogram(name: str, text: str, samples: Iterable[tuple[Labels, Histogram]]) -> Metric:
-    family = HistogramMetricFamily(_PREFIX + name, text, labels=_HANDLER)
+def _histogram(name: str, samples: Iterable[tuple[Labels, Histogram]]) -> Metric:
+    family = HistogramMetricFamily(PREFIX + name, TEXTS[name], labels=_HANDLER)
     for values, of in samples:
         bounds = [*map(str, of.bounds), "+Inf"]
         family.add_metric(values, list(zip(bounds, accumulate(of.buckets), strict=True)), of.sum)

@@ -85,7 +85,8 @@ def log_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> N
     """An event loop's exception handler. Its own logs the repr of the task, and so the text of the exception."""
     task = context.get("task") or context.get("future")
     name = task.get_name() if isinstance(task, asyncio.Task) else None
-    log.error("unhandled in the event loop", what=context["message"], task=name, exc_info=context.get("exception"))
+    error = context.get("exception")
+    log.error("unhandled exception in the event loop", what=context["message"], task=name, exc_info=error)
 
 
 def _log_ignored(caught: sys.UnraisableHookArgs) -> None:

@@ -8,10 +8,12 @@ from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from idemconsumer.errors import ConfigurationError
 from idemconsumer.observe.counts import SECONDS
+from idemconsumer.observe.texts import PREFIX, TEXTS
 
-_NAME: Final = "idemconsumer_http_requests"
-_TOOK: Final = "idemconsumer_http_request_duration_seconds"
+_NAME: Final = "http_requests"
+_TOOK: Final = "http_request_duration_seconds"
 
 
 class RequestNumbers:
@@ -19,12 +21,9 @@ class RequestNumbers:
     for them adds these up too."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._requests = Counter(
-            _NAME, "Requests that the front door has answered, by how", ("app", "route", "outcome"), registry=registry
-        )
-        self._seconds = Histogram(
-            _TOOK, "How long that took, the endpoint included", ("app", "route"), buckets=SECONDS, registry=registry
-        )
+        labels = ("app", "route")
+        self._requests = Counter(PREFIX + _NAME, TEXTS[_NAME], (*labels, "outcome"), registry=registry)
+        self._seconds = Histogram(PREFIX + _TOOK, TEXTS[_TOOK], labels, buckets=SECONDS, registry=registry)
 
     def expect(self, app: str, route: str, outcomes: Iterable[str]) -> None:
         """They are there at 0 (O31)."""
@@ -43,7 +42,12 @@ _KNOWN: Final[WeakKeyDictionary[CollectorRegistry, RequestNumbers]] = WeakKeyDic
 
 
 def numbers_in(registry: CollectorRegistry) -> RequestNumbers:
-    """Those of all front doors that count there: a registry takes each name once."""
+    """Those of all front doors that count there: a registry takes each name once. Raises ConfigurationError for what is
+    no registry."""
+    if not isinstance(registry, CollectorRegistry):
+        raise ConfigurationError(
+            f"Idempotency: `metrics` is a {type(registry).__name__}; write prometheus_client.REGISTRY or another one"
+        )
     if (known := _KNOWN.get(registry)) is None:
         known = _KNOWN[registry] = RequestNumbers(registry)
     return known

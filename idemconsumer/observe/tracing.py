@@ -231,5 +231,5 @@ def _safely(act: Callable[[], T]) -> T | None:
     except Exception as error:  # noqa: BLE001
         if type(error) not in _SAID:
             _SAID.add(type(error))
-            log.error("tracing fails, going on without", exc_info=error)
+            log.error("tracing failed, continuing without it", exc_info=error)
         return None

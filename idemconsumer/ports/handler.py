@@ -31,31 +31,32 @@ Duration: TypeAlias = str | float | timedelta
 
 
 class Rows(Protocol[R]):
-    """The rows of one statement. Reading them waits for the server only the first time after it was sent ahead."""
+    """The rows of one statement. If the statement was sent without waiting, the first read waits for the server."""
 
     @property
     def rowcount(self) -> int:
-        """How many rows the statement returned or changed; -1 where Postgres does not report it. If it was sent ahead
-        and is not answered yet, this cannot wait: the run ends here, and begins anew with a statement that waits."""
+        """How many rows the statement returned or changed; -1 if Postgres does not report it. This cannot wait: if the
+        statement was sent without waiting and has no answer yet, this run ends here, and a new run waits for that
+        statement."""
         ...
 
     async def first(self) -> R | None:
-        """The next unread row; None when there is none."""
+        """Return the next unread row, or None if there is none."""
         ...
 
     async def one(self) -> R:
-        """The only row. Raises LookupError when there is none, or more than one."""
+        """Return the only row. Raises LookupError if there is none, or more than one."""
         ...
 
     async def all(self) -> list[R]:
-        """All unread rows."""
+        """Return all unread rows."""
         ...
 
 
 class Tx(Protocol):
-    """The claim's transaction, as a handler sees it: no commit and no rollback, since the engine owns both.
+    """The transaction of the claim, for a handler. It has no commit and no rollback, since the engine owns both.
 
-    What is executed here is committed together with the message's record, or not at all. It is valid until the
+    Everything executed here is committed together with the message's record, or not at all. It is valid until the
     handler returns. `into=` turns each row into a dataclass, msgspec Struct (by column name) or one column's type.
     """
 
@@ -63,13 +64,14 @@ class Tx(Protocol):
     async def execute(self, query: LiteralString, params: Params = ...) -> Rows[tuple[Any, ...]]:
         """Run one statement with psycopg's placeholders (`%s`, `%(name)s`).
 
-        Raises the psycopg.Error of the database; swallowing one fails the transaction. Raises HandlerFault for
-        COMMIT, ROLLBACK and the like, for what outlives the transaction (SET without LOCAL), in another event loop,
+        Raises the database's psycopg.Error; swallowing one fails the transaction. Raises HandlerFault for COMMIT,
+        ROLLBACK and the like, for anything that outlives the transaction (SET without LOCAL), in another event loop,
         and after the handler has ended.
 
-        A statement at whose rows the handler never looked is sent without waiting for its answer, in the same order as
-        ever. If one fails, the message is run once more with statements that wait, so its error is raised here all the
-        same; what the handler does outside of the database is done again then. Who looks at its `rowcount` waits.
+        If a handler has not read the rows of a statement in its last runs, the engine sends the statement without
+        waiting for its answer. The order of statements never changes. If such a statement fails, the message runs once
+        more with statements that wait, so the error is raised here all the same; whatever the handler does outside the
+        database then happens again. A statement whose `rowcount` is read is waited for from then on.
         """
         ...
 
@@ -79,16 +81,15 @@ class Tx(Protocol):
         ...
 
     async def send(self, query: LiteralString, params: Params = ...) -> None:
-        """As `execute`, of a statement whose rows are never looked at: the answer is not waited for from the first time
-        on."""
+        """Like `execute`, for a statement whose rows are never read: even its first run does not wait for an answer."""
         ...
 
     @property
     def connection(self) -> Any:
         """A psycopg.AsyncConnection on this transaction, for COPY, pipelines and adapters.
 
-        It, and all that is made from it, raises HandlerFault once the handler has ended. What is done to its session is
-        reset before the next message. Ending its transaction undoes the whole group.
+        The connection, and everything made from it, raises HandlerFault once the handler has ended. Changes to its
+        session are reset before the next message. Ending its transaction undoes the whole group.
         """
         ...
 
@@ -96,15 +97,15 @@ class Tx(Protocol):
 class Batch(Protocol[T_co]):
     """The new messages of one group, for a handler that takes them all at once: `orders: Batch[OrderPlaced]`.
 
-    They are in the order of their lane, each key once. What was handled before is not among them, and if nothing is new
-    the function is not called. Its effects through Tx and the records of all items are one commit. An item that no
-    method is called for is applied, with no result; of several calls for one item the last counts. A call after the
-    function has returned raises HandlerFault, and one for an item that does not exist raises IndexError.
+    They are in the order of their lane, each key once. Messages that were handled before are left out; if none is new,
+    the function is not called. Its effects through Tx and the records of all items are one commit. An item for which no
+    method is called is applied, with no result; of several calls for one item the last counts. A call after the
+    function has returned raises HandlerFault, and a call for an item that does not exist raises IndexError.
 
-    If an item is rejected or retried, all effects of this function call are rolled back: the items before the first
-    such one are handled once more, without it, and those after it in a later call. So nothing remains of what was done
-    for it, or was decided because of that. Not guaranteed: that the function sees an item only once, so its effects
-    belong in Tx.
+    If an item is rejected or retried, all effects of this function call are rolled back. The items before the first
+    such item are handled once more, without it, and the items after it in a later call. So nothing remains of the work
+    done for it, or of decisions that depended on it. Not guaranteed: that the function sees an item only once, so its
+    effects belong in Tx.
     """
 
     def __len__(self) -> int:
@@ -120,11 +121,11 @@ class Batch(Protocol[T_co]):
         ...
 
     def message(self, i: int, /) -> Message:
-        """The message of item `i`, with its key, headers and attempt."""
+        """Return the message of item `i`, with its key, headers and attempt."""
         ...
 
     def result(self, i: int, value: object, /) -> None:
-        """Store `value` for item `i` and its duplicates, as if a handler of one message returned it."""
+        """Store `value` for item `i` and its duplicates, as the return value of a single-message handler is stored."""
         ...
 
     def reject(self, i: int, /, code: str, body: object = None) -> None:
@@ -142,46 +143,46 @@ Ts = TypeVarTuple("Ts")
 
 
 class Step(Protocol):
-    """What a `call` step's function is given."""
+    """The first argument of a `call` step's function."""
 
     @property
     def key(self) -> UUID:
-        """The key that its remote must remember: the same for every attempt, another for the step's undo."""
+        """The key that the remote must remember: the same for every attempt, another one for the step's undo."""
         ...
 
     @property
     def attempt(self) -> int:
-        """How many times the remote was called for this step, this call included. An undo continues the count."""
+        """How many times this step has called the remote, this call included. An undo continues the count."""
         ...
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What carries the trace of this call on, to be sent with it: `traceparent` and what else the program's
-        propagators say. Empty unless `tracing` is on."""
+        """The headers that carry the trace of this call; send them with it. They are `traceparent` and those that the
+        program's propagators add. Empty unless `tracing` is on."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[T]):
-    """A reconcile's answer: the remote has done it, with this `result`; it is stored and not called again."""
+    """A reconcile returns this if the remote has done the call. Its `result` is stored, and no further call is made."""
 
     result: T
 
 
 @dataclass(frozen=True, slots=True)
 class NotDone:
-    """A reconcile's answer: the remote has not done it; it is called again."""
+    """A reconcile returns this if the remote has not done the call, which is then made again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A reconcile's answer: it cannot be determined; the saga is put aside for a person."""
+    """A reconcile returns this if it cannot find out. The saga becomes a dead letter, and waits for a person."""
 
 
 @dataclass(frozen=True, slots=True)
 class Child(Generic[T]):
-    """A saga that another one has started: its `handler`, its `key` and its `tenant`, None without one. `id` is the key
-    under which it is stored, which `idemconsumer sagas show` takes."""
+    """A saga that another saga has started: its `handler`, its `key`, and its `tenant` or None. `id` is the key under
+    which it is stored; `idemconsumer sagas show` takes it."""
 
     handler: Callable[..., Awaitable[T]]
     key: str
@@ -193,17 +194,17 @@ OnExisting: TypeAlias = Literal["join", "reject"]
 
 
 class First(NamedTuple):
-    """Which of several waits was over first, and what it waited for."""
+    """The wait that was over first, as `which`, and its `value`."""
 
     which: str
     value: Any
 
 
 class Saga(Protocol):
-    """A saga's run, as its handler sees it. A handler that asks for it runs in leased mode.
+    """The run of a saga, for its handler. A handler with this parameter runs in leased mode.
 
-    A finished step is never run again: it returns its stored output. Only Reject reaches the handler; any other
-    failure of a step ends the run, which this worker or another resumes at the last recovery point.
+    A finished step never runs again: it returns its stored output. Only Reject reaches the handler. Any other failure
+    of a step ends the run, and this worker or another resumes the saga at the last recovery point.
     """
 
     @property
@@ -212,8 +213,8 @@ class Saga(Protocol):
         ...
 
     async def patched(self, name: str) -> bool:
-        """Whether this saga takes the changed flow: True unless it has already been beyond this place, without the
-        change. Recorded once for each saga, so that the answer stays the same."""
+        """Return whether this saga takes the changed flow: True, unless it has already passed this place without the
+        change. The answer is recorded once for each saga, so it stays the same."""
         ...
 
     async def tx(
@@ -230,7 +231,8 @@ class Saga(Protocol):
     ) -> S:
         """Run `fn(tx, *args)`: its effect, its output and the checkpoint are one commit.
 
-        `timeout`, at most the handler's, `max_attempts`, `backoff` and `args_may_differ` are as for `call`."""
+        `timeout` (at most the handler's), `max_attempts`, `backoff` and `args_may_differ` are as for `call`.
+        """
         ...
 
     async def call(
@@ -247,27 +249,35 @@ class Saga(Protocol):
         backoff: Backoff | tuple[Duration, Duration] | str | None = None,
         args_may_differ: bool = False,
     ) -> S:
-        """Run `fn(step, *args)` outside any transaction. It may run more than once, always with the same `step.key`,
-        under which the remote must remember what it did, failures too. `reconcile` asks the remote first whether an
-        earlier call of unknown outcome was done, and `reconcile_undo` whether such an undo was.
+        """Run `fn(step, *args)` outside any transaction. It may run more than once, always with the same `step.key`.
+        Under that key the remote must remember what it did, failures too. Before another call, `reconcile` asks the
+        remote whether an earlier call of unknown outcome was done; `reconcile_undo` asks the same about an undo.
 
-        The step's own limits; without them the handler's hold. `timeout`: of each of its functions, also longer than
-        the handler's. `max_attempts`: when an attempt fails in this step, how many may have been made since the last
-        step was finished; its undo has the handler's, or this if it is more. `backoff`: the pauses after such an
-        attempt. A value that an option of handlers could not have raises SagaMisused.
+        Limits given here replace the handler's for this step. `timeout` applies to each of its functions, and may
+        exceed the handler's. `max_attempts` applies when an attempt fails in this step, and counts the attempts since
+        the last finished step. The step's undo has the handler's limit, or this one if it is higher. `backoff` gives
+        the pauses after such an attempt. A value that is not allowed as a handler's option raises SagaMisused.
 
-        A resumed saga has to request the step with equal `args`, as far as they can be written as JSON; else it is put
-        aside as `saga_changed` before anything new happens. `args_may_differ`: they are not compared."""
+        A resumed saga must request the step with equal `args`, as far as they can be written as JSON. Otherwise it
+        becomes a dead letter with the reason `saga_changed` before anything new happens. `args_may_differ` turns this
+        comparison off.
+        """
         ...
 
     async def sleep(self, name: str, duration: Duration, /) -> None:
-        """Go on after `duration`: seconds, or a text such as "3d". Its end is computed once, by the database's clock.
-        Meanwhile the saga is in no worker; any worker resumes it, at no cost of an attempt."""
+        """Go on after `duration`: seconds, or a text such as "3d". The end is computed once, by the database's clock.
+        Meanwhile no worker runs the saga. Afterwards any worker resumes it, at no cost of an attempt."""
         ...
 
     @overload
     async def wait(self, name: str, /, *, timeout: Duration | None = ..., signal: str | None = ...) -> Any:
-        """As below, with the payload as plain JSON."""
+        """Return the payload of the oldest signal of this name that no other wait has taken: as an `into`, or as plain
+        JSON without one. As with `sleep`, no worker runs the saga meanwhile.
+
+        Raises SignalTimeout if no signal has come by the end of `timeout` and none when a worker then checks. Once
+        recorded, the timeout stays. Without a `timeout` the saga waits for a hundred years. `signal` is the signal's
+        name if it differs from the step's name: several waits for one signal need different step names.
+        """
         ...
 
     @overload
@@ -280,21 +290,16 @@ class Saga(Protocol):
         timeout: Duration | None = ...,
         signal: str | None = ...,
     ) -> S:
-        """The payload of the oldest signal of this name that no other wait has taken, as an `into`. As with `sleep` the
-        saga is in no worker meanwhile.
-
-        Raises SignalTimeout if none has come by the end of `timeout` and until a worker looked; once recorded, that
-        stays so. Without a `timeout` it waits for a hundred years. `signal` is the signal's name where it differs from
-        the step's: several waits for one signal need a name each.
-        """
+        """As above, with the payload as an `into`."""
         ...
 
     async def first(self, **waits: Coroutine[Any, Any, Any]) -> First:
-        """Until the first of several waits is over: `saga.wait(…)`, `saga.sleep(…)` and `saga.result(…)`, not awaited
-        yet, each under a keyword of yours, which says in the answer which one it was. It raises what that one raises.
+        """Wait until the first of several waits is over. The waits are `saga.wait(…)`, `saga.sleep(…)` and
+        `saga.result(…)`, not awaited yet, each under a keyword of yours. The answer names that keyword. If the first
+        one over raises, this raises the same.
 
-        Which one it was is recorded, and the others are closed in that commit: a signal that comes for them later stays
-        for another wait. Raises SagaMisused for anything else: a step with an effect cannot be closed.
+        The same commit records the first one and closes the others: a signal that comes for them later stays for
+        another wait. Raises SagaMisused for any other coroutine, since a step with an effect cannot be closed.
         """
         ...
 
@@ -309,31 +314,35 @@ class Saga(Protocol):
         undo: Callable[[Tx, Child[S], A], Awaitable[object]] | None = None,
         on_existing: OnExisting = "join",
     ) -> Child[S]:
-        """Start another saga of this app, with this one's tenant, in the commit of this step: once, as `app.start` with
-        `tx` does. Without a `key` it has one made of this saga's and the step's name.
+        """Start another saga of this app, with this saga's tenant, in the commit of this step: once, as `app.start`
+        with `tx` does. Without a `key`, the child's key is made of this saga's and the step's name.
 
-        What is there under the key already, with the same payload, is the child; with `on_existing="reject"` this step
-        raises Reject with the code `already_exists` then. Not guaranteed: that a message of a broker is seen before a
-        worker has taken it. With another payload the step raises Reject with the code `conflict`, or the `result` does,
-        if nothing was known of it yet. With an `undo`, when this saga is undone, and this step has begun the child: one
-        that has not ended is cancelled and undone, and its end waited for; if it has ended COMPLETED,
-        `undo(tx, child, payload)` runs in a transaction, to compensate for it. Without, it is left alone.
+        If a saga with the same key and payload exists already, it is the child; with `on_existing="reject"` the step
+        raises Reject with the code `already_exists` instead. Not guaranteed: that a broker's message is seen before a
+        worker has taken it. If the payload differs, the step raises Reject with the code `conflict`; if the difference
+        is found later, `result` raises it. An `undo` counts when this saga is undone and this step has begun the child.
+        A child that has not ended is cancelled and undone, and this saga waits for its end. For a child that has ended
+        COMPLETED, `undo(tx, child, payload)` runs in a transaction, to compensate for it. Without an `undo`, the child
+        is left alone.
         """
         ...
 
     async def result(self, name: str, child: Child[S], /, *, timeout: Duration | None = None) -> S:
-        """What a saga that this one has started returned, by its annotation. Until it has ended, this saga is in no
-        worker, as with `sleep`; also while the child is put aside for a person.
+        """Return the result of a saga that this one has started, decoded by its annotation. Until the child has ended,
+        no worker runs this saga, as with `sleep`; the same holds while the child is a dead letter.
 
-        Raises Reject, with the code and the body of the child, if it was rejected or cancelled; and SignalTimeout if it
-        has not ended by the end of `timeout` and until a worker looked. Once recorded, either stays so.
+        Raises Reject, with the child's code and body, if the child was rejected or cancelled. Raises SignalTimeout if
+        it has not ended by the end of `timeout` nor when a worker then checks. Once recorded, either stays.
         """
         ...
 
     async def all(self, branches: Iterable[Coroutine[Any, Any, S]], /, *, limit: int = 10) -> list[S]:
-        """Run coroutines side by side, such as `saga.call(…)` not awaited yet, at most `limit` at a time; returns their
-        outputs in the order given. Each may take several steps. A generator is asked for the next when it may begin.
+        """Run coroutines side by side, such as `saga.call(…)` not awaited yet, at most `limit` at a time. Returns their
+        outputs in the order given. Each may take several steps. If `branches` is a generator, the next coroutine is
+        drawn when it may begin.
 
-        If one raises an Exception, such as Reject, no other and no new step begins, the steps in flight are finished,
-        and the first in the order given is raised. Any other end of a step cancels the rest and ends the run."""
+        If one raises an Exception, such as Reject, no other coroutine and no new step begins. The steps in flight
+        finish, and the first exception in the order given is raised. Any other end of a step cancels the rest and ends
+        the run.
+        """
         ...

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+from idemconsumer.message.message import Message
+from idemconsumer.rules.values import Outcome
 
 
 class Observer(Protocol):
@@ -12,6 +15,13 @@ class Observer(Protocol):
     message. It decides nothing and must not raise."""
 
     def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None: ...
+
+
+@runtime_checkable
+class SeesOutcomes(Protocol):
+    """An observer that is also told what each run of a delivery came to, once its broker knows it."""
+
+    def ended(self, handler: str, message: Message, outcome: Outcome) -> None: ...
 
 
 class NullObserver:
@@ -22,15 +32,18 @@ class NullObserver:
 
 
 class Point(StrEnum):
-    """Named places on the straight line of one message; a crash at any of them must lose and double nothing.
+    """Named places on the path of one message; a crash at any of them must lose and double nothing.
 
-    Before it runs: `fetched` from its broker; `reading` and `read`, around the decoding of those that may have killed a
-    worker; `dispatched` to its lane; `suspects_marked` or `suspect_counted`, for the same ones before they run.
-    In its transaction: `claimed`, `handled`, and `sealing` just before COMMIT.
-    Once that is known: `committed` or `rolled_back`. After a failure: `attempt_counted`; `rejecting`, `rejected`;
-    `dead_lettering`, `dead_lettered`. Finally: `settling` and `settled` with the broker. Beside that: `forwarded`, when
-    dead letters were sent to another destination, and are not marked so yet; `relaying` and `relayed`, around the
-    sending of outgoing messages, whose rows are deleted then: of these the handler is the destination.
+    * Before it runs: `fetched` from its broker. `reading` and `read`, around the decoding of a message that may have
+      killed a worker. `dispatched` to its lane. `suspects_marked` or `suspect_counted`, for such messages before they
+      run.
+    * In its transaction: `claimed`, `handled`, and `sealing` just before COMMIT.
+    * Once the result is known: `committed` or `rolled_back`.
+    * After a failure: `attempt_counted`; `rejecting`, `rejected`; `dead_lettering`, `dead_lettered`.
+    * Finally: `settling` and `settled` with the broker.
+    * Beside that: `forwarded`, when dead letters were sent to another destination and are not marked as sent yet.
+      `relaying` and `relayed`, around the sending of outgoing messages, whose rows are deleted then; for these two, the
+      handler is the destination.
     """
 
     FETCHED = "fetched"
@@ -57,12 +70,13 @@ class Point(StrEnum):
 
 
 class SagaPoint(StrEnum):
-    """As `Point`, for the steps of a saga.
+    """Like `Point`, for the steps of a saga.
 
-    A `tx` step: `step_opening`, `step_committing`, `step_committed`. A call: `intending`, `intended`, `called` when the
-    remote has answered, `step_recorded`. An undo: `undoing`, `undone`, with `called` in between if it undoes a call.
-    `released`: free for any worker after a failure. `pausing`, `paused`: its run has ended until one of its waits is
-    over.
+    * A `tx` step: `step_opening`, `step_committing`, `step_committed`.
+    * A call: `intending`, `intended`, `called` when the remote has answered, `step_recorded`.
+    * An undo: `undoing`, `undone`, with `called` in between if it undoes a call.
+    * `released`: any worker may take the saga after a failure.
+    * `pausing`, `paused`: its run has ended until one of its waits is over.
     """
 
     STEP_OPENING = "step_opening"

@@ -12,13 +12,12 @@ from typing import Protocol, runtime_checkable
 class Kept:
     """What the database knows of a partition: every message from `base` up to `position` is decided in it.
 
-    `history` names the reading that began at `base`, `former` the one before it; `counter` grows with each write.
-    `quiet` is the counter at which its last reader left with nothing in hand. `leader`: in whose epoch the message
-    before `position` was written, None if unknown.
+    `history` names the reading that began at `base`; `counter` grows with each write, from one history to the next too.
+    `quiet` is the counter at which its last reader left with nothing in hand. `leader` is an epoch: all that the log
+    has of it and of earlier ones, and that is below `position`, is what was read (K21). None if unknown.
     """
 
     history: str
-    former: str | None
     base: int
     counter: int = 0
     position: int = 0

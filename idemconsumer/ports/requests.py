@@ -14,12 +14,11 @@ from idemconsumer.rules.values import Record
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A key that this process holds for a request that runs. `token` fences: a later owner has a greater one.
+    """A key that this process has leased for a request that runs. `token` fences: a later owner has a greater one.
 
-    `again`: a former owner was lost while it held the key, so the handler may have run before, in part or to its
-    end. `since`: when that one claimed it.
-    `unclaimed`: nobody holds the key. The store is down, and its outage policy is to run nevertheless; others may run
-    it too, and nothing will be stored.
+    `again`: a former owner was lost while it had the key, so the handler may have run before, in part or to its end.
+    `since`: when that owner claimed the key. `unclaimed`: nobody has the key, since the store is down and its outage
+    policy is to run nevertheless; others may run the request too, and nothing will be stored.
     """
 
     claim: Claim
@@ -31,9 +30,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Somebody else holds the key. `record` is None where what it is held for is not known yet.
+    """Another owner has the key. `record` is None if it is not known yet what the key is leased for.
 
-    `lost`: its owner was lost, and nobody has it now; it is of another fingerprint, or was not to be run again.
+    `lost`: the owner was lost, and no one has taken the key since, because the request has another fingerprint or must
+    not run again.
     """
 
     record: Record | None = None
@@ -44,9 +44,9 @@ class Running:
 class LostRequest:
     """A request that was begun, and whose owner was lost: nobody knows how far it came.
 
-    `key` is as it is stored, in hex: what `current_key()` said in its endpoint. `app`, `tenant` and `route`:
-    whose it is. `since`: when the owner that was lost claimed it, the last one if there were several. `token`: that of
-    this owner; once another one has taken the key, what was meant for this one is refused.
+    `key` is the key as it is stored, in hex; `current_key()` returned it in the endpoint. `app`, `tenant` and `route`
+    identify the request. `since` is the time when the lost owner claimed it, the last one if there were several.
+    `token` identifies this owner; once another owner has taken the key, calls for this one are refused.
     """
 
     key: str
@@ -60,54 +60,58 @@ class LostRequest:
 class RequestStore(Protocol):
     """Claims first, and completes afterwards (leased mode of a request).
 
-    A claim that is held is renewed by the store until `complete` or `release` has done its work. If its owner dies it
-    is over after `lease` seconds, and the next claim of the key gets it: the handler may run a second time then, since
-    nobody knows how far the first one came (`Held.again`). What runs does not expire otherwise. `claim`, `complete` and
-    `peek` raise StoreUnavailable when nothing could be decided: nothing may run then.
+    The store renews the lease of a claim until `complete` or `release` has done its work. If the owner dies, the lease
+    ends after `lease` seconds, and the next claim of the key gets it. The handler may then run a second time, since
+    nobody knows how far the first run came (`Held.again`). The lease of a running request does not end otherwise.
+    `claim`, `complete` and `peek` raise StoreUnavailable if nothing could be decided: then nothing may run.
     """
 
     async def claim(self, claim: Claim, lost: Callable[[], None], *, again: bool = True) -> Held | Running | Record:
-        """Hold the key; or the final record, also one of another fingerprint; or who holds it. A record that has
-        expired (`Claim.expires`) counts as none. `lost` is called in the loop once the lease of it is over.
+        """Lease the key. Returns the final record if there is one, also one of another fingerprint, or Running if
+        another owner has the key. A record that has expired (`Claim.expires`) counts as none. `lost` is called in the
+        loop once the lease is over.
 
-        A key whose owner was lost is given to the next claim with the same fingerprint; with `again` false it is not,
-        and stays Running until a person has released it. If this raises or is cancelled, nothing stays held."""
+        The next claim with the same fingerprint gets a key whose owner was lost. With `again` false it does not: the
+        key stays Running until a person has released it. If this raises or is cancelled, no key stays leased.
+        """
         ...
 
     async def complete(self, held: Held, result: StoredResult, *, failed: bool = False) -> bool:
-        """Store the response, final: COMPLETED, or FAILED. False: another owner has the key by now, and nothing was
-        stored. It can be repeated: True if exactly this response is what is stored.
+        """Store the final response: COMPLETED, or FAILED. Returns False, with nothing stored, if another owner has the
+        key by now. It can be repeated: True if exactly this response is stored.
 
-        Raises CannotKeep for a response that this store can keep for nobody: it has given the key back then. Whatever
-        else it raises, or when it is cancelled, the store goes on trying by itself, and the claim stays held meanwhile;
-        call it again to know more."""
+        Raises CannotKeep for a response that this store can keep for nobody; it has then released the key. After any
+        other exception, or a cancellation, the store keeps trying by itself, and the key stays leased meanwhile; call
+        again to learn the result.
+        """
         ...
 
     async def release(self, held: Held, *, ran: bool = False) -> None:
-        """The handler has not done anything that counts: the next claim of the key is new; or `again`, if this one was.
-        With `ran` nobody knows whether it has: as if the lease had ended. During an outage this returns, and is done
-        when that is over, or with the end of the lease."""
+        """End a claim whose handler has done nothing that counts: the next claim of the key is new, or `again` if this
+        one was. With `ran`, nobody knows whether the handler did anything, so the key counts as if the lease had ended.
+        During an outage this returns at once; the release happens when the outage is over, or when the lease ends."""
         ...
 
     async def peek(self, key: bytes) -> Record | None:
-        """What is on record now, unless it has expired. Claims nothing."""
+        """Return the present record, unless it has expired. Claims nothing."""
         ...
 
     async def lost(self) -> list[LostRequest]:
-        """Requests whose owner was lost and that nobody has taken since, the oldest first. Raises StoreUnavailable."""
+        """Return the requests whose owner was lost and that no one has taken since, oldest first. Raises
+        StoreUnavailable."""
         ...
 
     async def settle_lost(self, lost: LostRequest, result: StoredResult, *, by: str, failed: bool = False) -> bool:
-        """Store the response of a lost request, as `complete`, and raises as that. False: it is not lost any more, and
-        nothing was stored. Can be repeated: True if exactly this response is what is stored. `by`: who decides, for the
-        audit, where the store has one."""
+        """Store the response of a lost request; raises as `complete`. Returns False, with nothing stored, if the
+        request is not lost any more. It can be repeated: True if exactly this response is stored. `by`: who decided,
+        for the audit, if the store has one."""
         ...
 
     async def release_lost(self, lost: LostRequest, *, by: str) -> bool:
-        """It did nothing that counts: the next claim of the key is new. False: it is not lost any more, and nothing was
-        changed. Raises StoreUnavailable and CommitUnknown."""
+        """End the claim of a lost request that did nothing that counts: the next claim of the key is new. Returns
+        False, with nothing changed, if the request is not lost any more. Raises StoreUnavailable and CommitUnknown."""
         ...
 
     async def close(self) -> None:
-        """What is still held is free from now on, with `again`."""
+        """Free the keys that are still leased, with `again`."""
         ...

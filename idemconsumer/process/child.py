@@ -55,10 +55,10 @@ MEANINGS: Mapping[Exit, str] = {
     Exit.ERROR: "an error while running, or a server that the command needs is unreachable",
     Exit.USAGE: "wrong usage or configuration; nothing was started, and a restart would not help",
     Exit.CRASHED: "a worker crashed too often (--max-restarts)",
-    Exit.CUT_OFF: "the drain deadline passed, or a second signal stopped it; what ran was rolled back",
-    Exit.PENDING: "migrations are pending (migrate status), or a lock for one was not given in time (migrate up)",
+    Exit.CUT_OFF: "the drain deadline passed, or a second signal stopped it; runs in progress were rolled back",
+    Exit.PENDING: "migrations are pending (migrate status), or a lock for one was not granted in time (migrate up)",
     Exit.NEWER: "the schema has migrations that this version does not know (migrate status)",
-    Exit.DRAINED: "only of a worker, to its launcher: drained since a person asked for it; its place stays empty",
+    Exit.DRAINED: "only a worker, to its launcher: drained by a person's request; its place stays empty",
 }
 
 
@@ -126,7 +126,7 @@ class _Stop:
         cancelled in order, what ran would be given back as if nothing had happened. Killed, it is on record."""
         if self._worker is not None:
             leave_as_killed(
-                "a task or callback ended the event loop, leaving as if killed",
+                "a task or callback ended the event loop, exiting as if killed",
                 error=type(error).__name__,
                 hint="only the launcher ends a worker; raise another exception",
             )

@@ -243,7 +243,7 @@ class Supervisor:
             if changed.is_set() or renewed.is_set():
                 continue
             if code == Exit.DRAINED and not self._until_empty:
-                log.warning("worker drained as asked, its place stays empty until SIGHUP", worker=index, pid=pid)
+                log.warning("worker drained on request, not restarted until SIGHUP", worker=index, pid=pid)
                 await _first_of(changed, renewed)
                 continue
             if code in (Exit.DONE, Exit.DRAINED) and self._until_empty:
@@ -371,7 +371,7 @@ class Supervisor:
                 await executing
         except (IdemConsumerError, TimeoutError) as error:
             text = str(error) or f"no answer in {_BURIAL:.0f} s"
-            log.warning("consumer groups are not left for a dead worker", worker=index, error=text)
+            log.warning("could not leave the consumer groups of a dead worker", worker=index, error=text)
 
 
 def python_changes(folder: Path) -> AsyncIterator[str]:
@@ -391,7 +391,7 @@ def python_changes(folder: Path) -> AsyncIterator[str]:
 def _last_line(worker: int, crashes: int, lived: float, code: int, words: str) -> str:
     how = f"by {_SIGNALS.get(-code, -code)}" if code < 0 else f"with code {code}"
     if code == -signal.SIGKILL and not words:
-        words = "killed from outside, perhaps for its memory"
+        words = "killed from outside, perhaps by the out-of-memory killer"
     text = f"worker {worker} died {crashes} times in ten minutes, the last time after {lived:.1f} s, {how}"
     return f"{text}: {words}" if words else text
 

@@ -13,10 +13,13 @@ NOT_IN_TIME_STATUS: Final = 504
 
 
 class Progress(StrEnum):
-    """How far it has come.
+    """How far an accepted message has come.
 
-    `unknown`: there is no record, so it was never accepted, or is pruned. `pending`: it waits to be run, for the first
-    time or once more. `running`: a worker has it in hand. `done` and `failed` are final; `dead` waits for a person.
+    * `unknown`: there is no record, because the message was never accepted, or its record is pruned.
+    * `pending`: it waits to run, for the first time or once more.
+    * `running`: a worker is running it.
+    * `done`, `failed`: final.
+    * `dead`: it waits for a person.
     """
 
     UNKNOWN = "unknown"

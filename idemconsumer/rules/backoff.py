@@ -29,15 +29,16 @@ class Backoff:
             )
 
     def delay(self, attempt: int, jitter: float) -> float:
-        """Seconds to pause after `attempt` (from 1). `jitter` in [0, 1) takes off up to a quarter."""
+        """Return the seconds to pause after `attempt` (from 1). `jitter`, in [0, 1), takes off up to a quarter."""
         return backoff(attempt, first=self.first, factor=self.factor, cap=self.cap, jitter=jitter)
 
     def stores(self, attempt: int) -> bool:
-        """Whether the pause after `attempt` is too long to be made unsettled, by itself or with those before (D7)."""
+        """Return whether the pause after `attempt` is too long for an unsettled message, alone or with the pauses
+        before it."""
         return self.delay(attempt, 0.0) > MAX_UNSETTLED or self.longest(attempt) >= _MAX_UNSETTLED_IN_ALL
 
     def longest(self, pauses: int) -> float:
-        """The most seconds that `pauses` of them can take together."""
+        """Return the most seconds that `pauses` pauses can take together."""
         total, pause = 0.0, self.first
         for done in range(pauses):
             if pause >= self.cap:

@@ -32,11 +32,11 @@ def coming_again(
     says whether its owner was lost (H24). `awaited`: the source from which the message is to come that was accepted."""
     text = _SAYS[state]
     if state is State.PENDING and awaited is not None:
-        text = f"it would run if it is the message that was accepted and sent to {awaited}, and else be a duplicate"
+        text = f"it would run if it is the message that was accepted and sent to {awaited}; otherwise it is a duplicate"
     if state is State.PROCESSING and lost is not None:
         text = (
-            "it would run again, unless its route says otherwise: nobody knows how far the request came, whose owner "
-            "was lost"
+            "it would run again, unless its route says otherwise: the owner of its request was lost, and it is not "
+            "known how far it got"
             if lost
             else "it would wait: its request runs"
         )

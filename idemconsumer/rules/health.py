@@ -37,7 +37,7 @@ def against_life(workers: Sequence[Standing], given_up: str = "") -> list[str]:
     found = [given_up] if given_up else []
     for each in workers:
         if each.phase is not Phase.LEAVING and each.silent > each.patience:
-            found.append(f"worker {each.worker}: its event loop has stood still for {each.silent:.0f} s")
+            found.append(f"worker {each.worker}: its event loop has been blocked for {each.silent:.0f} s")
         else:
             found += [f"worker {each.worker}: no poll of {feed} for {s:.0f} s" for feed, s in each.stalled.items()]
     return found
@@ -48,7 +48,7 @@ def against_readiness(workers: Sequence[Standing], wanted: int, *, stopping: boo
     if stopping:
         return ["the launcher is stopping"]
     known = {each.worker for each in workers}
-    found = [f"worker {number} has not begun" for number in range(wanted) if number not in known]
+    found = [f"worker {number} has not started" for number in range(wanted) if number not in known]
     for each in workers:
         if each.phase is not Phase.CONSUMING:
             found.append(f"worker {each.worker} is {each.phase}")

@@ -57,7 +57,7 @@ class Holder(msgspec.Struct, frozen=True):
             return "a prepared transaction, see pg_prepared_xacts"
         known = ", ".join(filter(None, (self.program, self.role)))
         ran = f" `{without_values(self.statement)}`" if self.statement else ""
-        does = f"running{ran}" if self.state == "active" else f"{self.state or 'doing what this role may not see'}"
+        does = f"running{ran}" if self.state == "active" else f"{self.state or 'in a state that this role may not see'}"
         behind = f" after{ran}" if ran and self.state != "active" else ""
         began = f", in a transaction since {self.since}" if self.since else ""
         return f"pid {self.pid}{f' ({known})' if known else ''}, {does}{behind}{began}"
@@ -86,7 +86,8 @@ def conditions(
         )
     if away:
         are = "is" if len(away) == 1 else "are"
-        found.append(Condition(HeldUp.SOURCE_AWAY, f"{' and '.join(sorted(away))} {are} away", max(away.values())))
+        text = f"{' and '.join(sorted(away))} {are} unreachable"
+        found.append(Condition(HeldUp.SOURCE_AWAY, text, max(away.values())))
     if holder is not None:
         found.append(Condition(HeldUp.LOCKED, f"waits for a lock, held by {holder}; it has waited", waits))
     if failing is not None:

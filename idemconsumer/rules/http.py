@@ -18,8 +18,8 @@ _TOKEN: Final = re.compile(_BARE, re.ASCII)
 
 # May be right the second time, with the same request: somebody has logged in, or the traffic is less.
 _PASSING: Final = frozenset({401, 405, 407, 408, 425, 429})
-# What a router says of a path that it does not have, or has with another slash.
-_OF_ROUTERS: Final = frozenset({307, 308, 404})
+# What a router says of a path that it does not have, or has with another slash or under a language.
+_OF_ROUTERS: Final = frozenset({301, 302, 307, 308, 404})
 
 # Of this one answer, this connection or this caller: another request has others, or must not get them (H5).
 _NEVER: Final = frozenset({

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Final
+from urllib.parse import unquote
 
 from idemconsumer.message import keys
 from idemconsumer.rules.routes import alike, pattern, types
@@ -18,6 +19,11 @@ def is_route(name: str) -> bool:
     return method.isalpha() and method.isupper() and (path == UNNAMED or path.startswith("/"))
 
 
+def is_unnamed(route: str) -> bool:
+    """Whether it stands for all routes of a method that nobody has written down."""
+    return is_route(route) and route.partition(" ")[2] == UNNAMED
+
+
 def request_key(app: str, tenant: str | None, route: str, key: str, *, root: str, path: str) -> bytes:
     """`route` is the name of its policy, `root` where the app is mounted, and `path` what follows that. H1: the paths
     of routes that nobody has written down are many, so each is part of the key, not of the scope. So is `root`."""
@@ -27,13 +33,15 @@ def request_key(app: str, tenant: str | None, route: str, key: str, *, root: str
 
 def asked_keys(scopes: Iterable[str], asked: str, key: str, tenant: str | None = None) -> list[bytes]:
     """Under which the text `key` may be stored in these scopes. `asked` is the name of a handler or a route, or a
-    method and a path as a client has sent them."""
+    method and a path as a client has sent them: the path may be encoded, and have a query."""
+    method, _, path = asked.partition(" ")
+    requests = (asked, f"{method} {unquote(path.partition('?')[0])}")
     found = list[bytes]()
     for app, of, name in map(keys.parts_of, scopes):
         if tenant is None or of == tenant:
             if name == asked:
                 found.append(keys.digest(app, of, name, key))
-            places = _places(name, asked)
+            places = (place for request in requests for place in _places(name, request))
             found += [request_key(app, of, name, key, root=root, path=path) for root, path in places]
     return list(dict.fromkeys(found))
 

@@ -59,7 +59,7 @@ def pattern(text: str, types: Mapping[str, str] | None = None) -> Pattern:
         raise ValueError(f"{text!r}: no request has the method {method}; write {near[0]} {path}")
     if foreign := _FOREIGN.search(_SEGMENT.sub("", path)):
         raise ValueError(
-            f"{text!r}: {foreign[0]!r} means nothing here, so no request would be taken for this route; write {{id}} "
+            f"{text!r}: {foreign[0]!r} means nothing here, so no request would match this route; write {{id}} "
             "for one segment, or {rest:path} for all that follows"
         )
     return Pattern(method, path, re.compile(_expression(text, path, types or {}), re.DOTALL))
@@ -88,4 +88,4 @@ def _segment(text: str, type_: str | None, types: Mapping[str, str]) -> str:
         return ".*"
     if type_ in _TYPES:
         return "[^/]+"
-    raise ValueError(f"{text!r}: nobody knows what a {type_} is; write {{x}} for one segment, or {{x:path}}")
+    raise ValueError(f"{text!r}: the type {type_} is unknown; write {{x}} for one segment, or {{x:path}}")

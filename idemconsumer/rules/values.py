@@ -29,13 +29,15 @@ ENDED: Final = (State.COMPLETED, State.FAILED, State.DEAD)
 class OutcomeKind(StrEnum):
     """What happened to a delivery.
 
-    Decided, so settle it: `applied` ran and is committed; `duplicate` was decided before, or is stored already and
-    waits for its next attempt (its state is PENDING); `conflict` has the key of
-    another payload, and becomes a dead letter; `failed` was refused for good; `dead` is put aside for a person.
-    Not decided, so it has to come again: `busy` is held elsewhere; `retrying` failed and has attempts left.
-    Only for sagas, which are stored and go on by themselves: `fenced` has another owner by now; `cancelled` was cut
-    off by a drain. Only from `app.result`: `absent` has no record. `unknown`, a COMMIT whose answer was lost, is
-    not returned in this version: the key is claimed again.
+    * Decided, so settle it: `applied` ran and is committed. `duplicate` was decided before, or is stored already and
+      waits for its next attempt (its state is PENDING). `conflict` has the key of another payload, and becomes a dead
+      letter. `failed` was refused for good. `dead` is a dead letter.
+    * Not decided, so it has to come again: the key of a `busy` one is leased elsewhere. `retrying` failed and has
+      attempts left.
+    * Only for sagas, which are stored and go on by themselves: `fenced` has another owner by now. `cancelled` was cut
+      off by a drain.
+    * Only from `app.result`: `absent` has no record.
+    * Not returned in this version: `unknown`, a COMMIT whose answer was lost. The key is claimed again.
     """
 
     APPLIED = "applied"
@@ -115,8 +117,9 @@ Found = Record | Mark
 
 
 class Signalled(StrEnum):
-    """The answer to who sends a signal to a saga. `stored`: the next wait for it takes it. `early`: the saga has not
-    begun, and the signal is kept for it. `ended`: the saga has ended, or is being undone, and nothing is stored."""
+    """The answer to the sender of a signal. `stored`: the saga's next wait for this signal takes it. `early`: the saga
+    has not begun, and the signal is kept for it. `ended`: the saga has ended or is being undone, and nothing is stored.
+    """
 
     STORED = "stored"
     EARLY = "early"
@@ -126,12 +129,15 @@ class Signalled(StrEnum):
 class Outcome(msgspec.Struct, frozen=True):
     """What happened to one delivery, by `kind`.
 
-    `result` is the stored result of an `applied` or `duplicate`, or the rejection (`{"code":…,"body":…}`) of a
-    `failed` or of a duplicate of one, with its `content_type`; `state` is the record's state where there is one.
-    `attempt` counts the runs, from 1. `due` is, for `retrying`, the seconds until the next attempt. `reason` is that of
-    the dead letter, where there is one; `letter` its id, for a message whose key was `dead` already. `error` names what
-    went wrong and never quotes the payload. `status` and `headers`, in their order, are those of a result that is an
-    HTTP response.
+    * `result`, `content_type`: the stored result of an `applied` or `duplicate`, or the rejection
+      (`{"code":…,"body":…}`) of a `failed` or of its duplicate.
+    * `state`: the record's state, if there is a record.
+    * `attempt`: the number of the run, from 1.
+    * `due`: the seconds until the next attempt, for `retrying`.
+    * `reason`: the dead letter's reason, if there is one.
+    * `letter`: the dead letter's id, for a message whose key was `dead` already.
+    * `error`: names the problem, and never quotes the payload.
+    * `status`, `headers`: of a result that is an HTTP response; the headers are in their order.
     """
 
     kind: OutcomeKind

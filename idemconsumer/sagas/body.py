@@ -63,8 +63,8 @@ class Body:
         self._timer = None
         self.end(
             TimeoutError(
-                f"the handler did not come to its next step, or to its end, within {self._timeout:g} s; do what takes "
-                "long in a step, or raise `timeout`"
+                f"the handler did not reach its next step or its end within {self._timeout:g} s; move slow work into "
+                "a step, or raise `timeout`"
             )
         )
 
@@ -111,8 +111,8 @@ class Body:
             running = None
         if running is not self._loop:
             raise SagaMisused(
-                "saga was used in another thread or event loop than its handler's; use it in the handler, and give a "
-                "thread plain values, or asyncio.run_coroutine_threadsafe with the handler's loop"
+                "saga was used outside its handler's thread or event loop; use it in the handler, and pass a thread "
+                "plain values, or have it call asyncio.run_coroutine_threadsafe with the handler's loop"
             )
 
     def close(self) -> None:

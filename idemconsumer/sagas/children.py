@@ -141,8 +141,8 @@ class Children:
         if not isinstance(handler, Handler) or starter is None:
             shown = getattr(handler, "__name__", repr(handler))
             raise SagaMisused(
-                f"step {name!r} starts {shown}, which is no saga of an app; name a handler of the same app that takes "
-                "Saga"
+                f"step {name!r} starts {shown}, which is not a saga of an app; name a handler of the same app that "
+                "takes Saga"
             )
         tenant = keys.tenant_of(saga.scope)
         given = str(step_key(saga.scope, saga.key, name)) if key is None else key
@@ -162,7 +162,7 @@ def result(name: str, child: Child[Any], timeout: Duration | None) -> ResultSpec
     """Raises SagaMisused, and ConfigurationError for what is no duration."""
     given: object = child
     if not isinstance(given, Child):
-        raise SagaMisused(f"step {name!r} waits for {given!r:.60}; give it what saga.start returned")
+        raise SagaMisused(f"step {name!r} waits for {given!r:.60}; pass it what saga.start returned")
     seconds = MAX_DURATION if timeout is None else parse_duration(timeout)
     returns = inspect.unwrap(child.handler)
     return ResultSpec(
@@ -179,8 +179,8 @@ def check_circle(name: str, child: str, its: Kinship) -> None:
     """No saga waits for one that waits for it, and is never told (L65). Raises SagaMisused."""
     if its.above:
         raise SagaMisused(
-            f"step {name!r}: saga {child[:12]} is this saga itself, or has started it and has not ended, so each would "
-            "wait for the other; give the child another key"
+            f"step {name!r}: saga {child[:12]} is this saga, or started it and has not ended, so each would wait for "
+            "the other; give the child another key"
         )
 
 
@@ -190,6 +190,6 @@ def check_result(spec: ResultSpec, its: Kinship) -> None:
     check_circle(spec.name, spec.child.hex(), its)
     if not its.started:
         raise SagaMisused(
-            f"step {spec.name!r} waits for saga {spec.child.hex()[:12]}, which this saga has not started, so nobody "
-            "would tell it; give it what saga.start returned in this saga"
+            f"step {spec.name!r} waits for saga {spec.child.hex()[:12]}, which this saga has not started, so the wait "
+            "would never end; pass it what saga.start returned in this saga"
         )

@@ -118,7 +118,7 @@ class Endings:
 
     async def read_later(self, error: Exception) -> Outcome:
         """Its message is not to be read now (D26): another attempt at no cost."""
-        self.warn("not read now", error)
+        self.warn("decoding deferred", error)
         delay, overdue = self._delay(error, 1), self.left() == 0.0
         text, kind = describe(error), type(error).__name__
         return await self._released(delay, text, kind, count=False, held=True, overdue=overdue)

@@ -27,7 +27,7 @@ GRACE: Final = 5.0  # seconds for what a cancelled function has to tidy up
 def left_behind(function: object) -> None:
     """User code that swallows its cancellation is not waited for any longer (L34)."""
     name = function if isinstance(function, str) else getattr(function, "__qualname__", type(function).__name__)
-    log.error("cancelled, and goes on: left behind; does it catch CancelledError?", function=name)
+    log.error("function still runs after cancellation, abandoned; does it catch CancelledError?", function=name)
 
 
 @dataclass(frozen=True, slots=True)

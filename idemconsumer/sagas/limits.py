@@ -44,7 +44,7 @@ def own_limits(
     own = OwnLimits(**{option: getattr(read, option) for option in given})
     if most is not None and own.timeout is not None and own.timeout > most:
         raise SagaMisused(
-            f"step {step!r}: `timeout` is {own.timeout:g} s, and a step in a transaction has at most its handler's, "
-            f"{most:g} s, since it holds locks; raise the handler's, or do the slow part in a step with saga.call"
+            f"step {step!r}: `timeout` is {own.timeout:g} s, but a step in a transaction holds locks and is limited to "
+            f"its handler's, {most:g} s; raise the handler's, or do the slow part in a step with saga.call"
         )
     return own

@@ -280,7 +280,7 @@ class SagaRun(Settling):
         elsewhere = [each.name for each in self._rows.values() if each.arguments and each.arguments == spec.arguments]
         hint = f"; what it is given now was recorded for step {elsewhere[0]!r}" if elsewhere else ""
         raise SagaChanged(
-            f"step {name!r} was recorded with another {its}{hint}. A handler that runs again has to request the same "
+            f"step {name!r} was recorded with another {its}{hint}. A handler that runs again must request the same "
             "steps with the same arguments: sort what has no order, such as a set, take times and random numbers from "
             "a step's output, or write args_may_differ=True"
         )

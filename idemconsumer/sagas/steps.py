@@ -170,7 +170,7 @@ class Steps:
         try:
             return await self._record_output(spec, value)
         except SagaMisused as error:  # L70
-            raise UnknownEffect(f"{error}; it was called all the same, and is not called again by itself") from error
+            raise UnknownEffect(f"{error}; its call was made, and is not repeated automatically") from error
 
     async def _record_output(self, spec: StepSpec, value: object) -> Any:
         output, value = spec.encode(value)

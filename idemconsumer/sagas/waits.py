@@ -91,8 +91,8 @@ def first(waits: Mapping[str, StepSpec | None]) -> FirstSpec:
     for which, spec in waits.items():
         if not isinstance(spec, WaitSpec) or isinstance(spec, FirstSpec):
             raise SagaMisused(
-                f"saga.first({which}=…) is given something else than a wait of this saga; give it saga.wait(…), "
-                "saga.sleep(…) or saga.result(…), not awaited yet. Steps that have an effect are run by saga.all"
+                f"saga.first({which}=…) was not given a wait of this saga; give it saga.wait(…), saga.sleep(…) "
+                "or saga.result(…), not awaited yet. Run steps that have an effect with saga.all"
             )
         given[which] = spec
     name = next(iter(given.values())).name

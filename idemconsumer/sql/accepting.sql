@@ -1,15 +1,10 @@
 -- What is accepted now and done later. queries.py describes the format: {schema} is the configured schema, {PENDING} the
 -- number stored for that state.
 
--- name: note_accepted
--- Beside the record, in its commit, with its time (H49). `max_age` is null where nothing is too late (H44), `body` where nobody is
--- asked then (H47).
-insert into {schema}.accepted (key, app, handler, until, via, token, body, headers)
-values (%(key)s, %(app)s, %(handler)s, clock_timestamp() + make_interval(secs => %(max_age)s::float8), %(via)s::text,
-    %(token)s::bytea, %(body)s::bytea, %(headers)s::bytea)
-on conflict (key) do update
-set app = excluded.app, handler = excluded.handler, until = excluded.until, via = excluded.via, token = excluded.token,
-    body = excluded.body, headers = excluded.headers, created_at = excluded.created_at, asked = 0, failed = 0
+-- name: accept
+-- Beside the record, in its commit, with its time (H49). `max_age` is null where nothing is too late (H44).
+select {schema}.accept(%(key)s::bytea, %(app)s, %(handler)s, %(max_age)s::float8, %(via)s::text, %(token)s::bytea,
+    %(asked)s::boolean, %(body)s::bytea, %(headers)s::jsonb)
 
 -- name: take_accepted
 -- H46. Before the claim, as `resume`: the PENDING records that wait for these very messages make room for them. A row for each

@@ -22,6 +22,7 @@ from psycopg.rows import Row
 from psycopg.waiting import Ready, Wait
 
 from idemconsumer import forks
+from idemconsumer.certificates import whose
 
 RV = TypeVar("RV")
 Exchange = Generator[Wait, Ready | int, RV]  # psycopg's steps of one exchange with the server
@@ -36,6 +37,11 @@ def cut(descriptor: int) -> None:
     """Shut a socket down: whoever waits on it reads its end."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as same:
         same.shutdown(socket.SHUT_RDWR)
+
+
+def _name_certificate(error: BaseException, conninfo: str) -> None:
+    if isinstance(error, psycopg.OperationalError) and (why := whose(str(error), conninfo)) is not None:
+        error.args = (f"{error}; {why}",)
 
 
 def silence(seconds: float) -> psycopg.OperationalError:
@@ -68,6 +74,7 @@ class AnsweringConnection(psycopg.AsyncConnection[Row]):
                 # keeps. To the server it would be somebody who logs in: for up to a minute no DROP DATABASE would get
                 # on.
                 traceback.clear_frames(error.__traceback__)
+                _name_certificate(error, conninfo)
                 raise
             if forks.count() == forked:
                 return connection
@@ -133,7 +140,11 @@ class BlockingConnection(psycopg.Connection[Row]):
         """See `psycopg.Connection.connect`."""
         while True:
             forked = forks.count()
-            connection = super().connect(conninfo, **more)
+            try:
+                connection = super().connect(conninfo, **more)
+            except psycopg.OperationalError as error:
+                _name_certificate(error, conninfo)
+                raise
             if forks.count() == forked:
                 return connection
             connection.close()  # O25: a child that was forked meanwhile has it too

@@ -2,28 +2,27 @@
 
 -- name: kafka_positions
 -- One row without a topic where there are none: the time says which server has answered.
-select s.started, p.topic, p.partition, p.history, p.former, p.base, p.counter, p.position, p.quiet,
-       p.leader
+select s.started, p.topic, p.partition, p.history, p.base, p.counter, p.position, p.quiet, p.leader
 from (select pg_postmaster_start_time()) as s (started)
 left join {schema}.kafka_position as p
     on p.cluster = %(cluster)s and p.group_name = %(group)s and p.topic = any(%(topics)s::text[])
 
 -- name: begin_kafka_positions
--- The counter grows, so that a former owner that is late cannot say of this reading that it is over (K10).
+-- The counter grows, so that a former owner that is late cannot say of this reading that it is over (K10), and that an
+-- older offset in Kafka shows (K19).
 insert into {schema}.kafka_position as k
-    (cluster, group_name, topic, partition, history, former, base, counter, position, changed_at)
-select %(cluster)s, %(group)s, w.topic, w.partition, w.history, w.former, w.base, w.counter, w.position,
+    (cluster, group_name, topic, partition, history, base, counter, position, leader, changed_at)
+select %(cluster)s, %(group)s, w.topic, w.partition, w.history, w.base, w.counter, w.position, w.leader,
        clock_timestamp()
-from unnest(%(topics)s::text[], %(partitions)s::integer[], %(histories)s::text[], %(formers)s::text[],
-            %(bases)s::bigint[], %(counters)s::bigint[], %(positions)s::bigint[])
-    as w (topic, partition, history, former, base, counter, position)
+from unnest(%(topics)s::text[], %(partitions)s::integer[], %(histories)s::text[], %(bases)s::bigint[],
+            %(counters)s::bigint[], %(positions)s::bigint[], %(leaders)s::integer[])
+    as w (topic, partition, history, base, counter, position, leader)
 where pg_postmaster_start_time() = %(server)s
 order by w.topic, w.partition
 on conflict (cluster, group_name, topic, partition) do update
-set history = excluded.history, former = excluded.former, base = excluded.base,
-    counter = case k.history when excluded.history then k.counter + 1 else excluded.counter end,
+set history = excluded.history, base = excluded.base, counter = greatest(k.counter + 1, excluded.counter),
     position = case k.history when excluded.history then k.position else excluded.position end,
-    leader = case k.history when excluded.history then k.leader end,
+    leader = case k.history when excluded.history then coalesce(k.leader, excluded.leader) else excluded.leader end,
     quiet = null, changed_at = excluded.changed_at
 returning topic, partition, counter
 

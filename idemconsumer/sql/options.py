@@ -77,7 +77,11 @@ def refusal(
     """What is not as it is `wanted`, and the statements with which the role carries it."""
     remedy = "; ".join(_alter(role, database, name, value) for name, value in wanted.items())
     are = ", ".join(f"{name} is {found[name]!r}" for name in wanted)
-    why = "a pooler does not pass settings on, so the role must carry them" if pooled else "our guarantees need others"
+    why = (
+        "a pooler does not forward settings, so the role must have them"
+        if pooled
+        else "idemconsumer needs other values"
+    )
     more = "; then have the pooler reconnect (RECONNECT in PgBouncer's console)" if pooled else ""
     return ConfigurationError(f"database: {are}; {why}; run: {remedy}{more}")
 

@@ -33,7 +33,7 @@ select pg_try_advisory_xact_lock(hashtextextended('idemconsumer.outbox.' || {sch
 -- name: read_outgoing
 -- In a statement behind that of the lock: only its snapshot has what the last one who held it has deleted. What is behind
 -- a refused one of the same order stays (X5); `offset 0`: it is looked up, where a join would read all that are refused.
--- The first one in any case, and as many as begin within so many bytes.
+-- The first one in any case, and as many as begin within so many bytes. By an array, as `take`.
 with ready as materialized (
     select o.id, octet_length(o.body) + octet_length(o.headers) as size
     from (values (%(destination)s::text)) as w (name) join {schema}.outbox as o on o.destination = w.name
@@ -50,7 +50,7 @@ with ready as materialized (
     where before < %(bytes)s
 )
 select o.id, o.message_id::text, o.key, o.order_key, o.tries, o.headers, o.body
-from next join {schema}.outbox as o on o.id = next.id order by o.id
+from {schema}.outbox as o where o.id = any(array(select id from next)) order by o.id
 
 -- name: forget_outgoing
 -- X2. Once they are confirmed.
@@ -91,7 +91,7 @@ with chosen as (
 ), again as (
     update {schema}.outbox as o set tries = 0, due_at = null, parked_at = null,
         id = case when o.parked_at is null then o.id else nextval('{schema}.outbox_id_seq') end
-    from chosen where o.id = chosen.id
+    where o.id = any(array(select id from chosen))
     returning o.destination
 ), told as (
     select pg_notify('idemconsumer_queue', 'outbox:' || left(destination, 1000)) from (select distinct destination from again) as d
@@ -102,7 +102,7 @@ select (select count(*) from again) as changed, (select count(*) from told) as t
 with chosen as (
     select o.id from {schema}.outbox as o where {chosen_outgoing} for update
 ), gone as (
-    delete from {schema}.outbox as o using chosen where o.id = chosen.id returning o.id
+    delete from {schema}.outbox as o where o.id = any(array(select id from chosen)) returning o.id
 )
 select count(*) as changed from gone
 

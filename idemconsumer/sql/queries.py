@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -18,7 +19,7 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
-from idemconsumer.errors import ConfigurationError, Denied, StoreUnavailable
+from idemconsumer.errors import ConfigurationError, Denied, StoreChanged, StoreUnavailable
 
 _FILES: Final = (
     "records", "accepting", "queue", "outbox", "kafka", "sagas", "requests", "admin", "control", "upkeep", "metrics",
@@ -40,6 +41,8 @@ NUMBERED: Final = (
 )
 _CHECKS_READ_WRITE: Final = "call_bool_check_hook"  # in the server; its text may be in any language
 _UNIQUE: Final = "23505"
+# No such schema; and all that a statement may find where it is not what it was written for.
+_NOT_AS_WRITTEN: Final = ("3F000", "42")
 _MAX_IDENTIFIER_BYTES = 63  # NAMEDATALEN - 1: Postgres cuts longer names silently
 
 Queries = dict[str, bytes]
@@ -88,32 +91,38 @@ def _state(name: str, number: int) -> sql.SQL:
     return sql.SQL(f"{number} /* {name.lower().replace('_', ' ')} */")
 
 
-def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | StoreUnavailable | None:
+def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | StoreChanged | None:
     """What to raise when a statement of ours finds no table, column or function of ours, this role may not use them, or
     a sequence is `behind`; None for any other error. The server does not say whether the schema is missing, or is that
     of an older version."""
     if (cause := behind(error, schema)) is not None:
         return cause
-    if isinstance(
-        error,
-        psycopg.errors.UndefinedTable
-        | psycopg.errors.UndefinedColumn
-        | psycopg.errors.UndefinedFunction
-        | psycopg.errors.InvalidSchemaName,
-    ):
-        return ConfigurationError(
-            f"schema {schema!r} does not exist, or is of an older version ({error.diag.message_primary}); run "
-            "`idemconsumer migrate up` first"
-        )
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
         return Denied(
             f"the database's role lacks rights in schema {schema!r} ({error.diag.message_primary}); grant what "
             "`idemconsumer check` lists"
         )
+    if (error.sqlstate or "").startswith(_NOT_AS_WRITTEN):
+        return ConfigurationError(
+            f"schema {schema!r} does not exist, or is of an older version ({error.diag.message_primary}); run "
+            "`idemconsumer migrate up` first"
+        )
     return None
 
 
-def behind(error: psycopg.Error, schema: str) -> StoreUnavailable | None:
+@contextmanager
+def in_words(schema: str) -> Iterator[None]:
+    """Around statements of ours that somebody waits for who can be told at once what is `misconfigured`."""
+    try:
+        yield
+    except (psycopg.Error, StoreChanged) as error:
+        cause = error.__cause__ if isinstance(error, StoreChanged) else error
+        if isinstance(cause, psycopg.Error) and (known := misconfigured(cause, schema)) is not None:
+            raise known from cause
+        raise
+
+
+def behind(error: psycopg.Error, schema: str) -> StoreChanged | None:
     """What to raise when a row of ours was given a number that another one has: whoever has sent it, that is the
     fault of the sequence (R43). None for any other error."""
     diag = error.diag
@@ -121,9 +130,9 @@ def behind(error: psycopg.Error, schema: str) -> StoreUnavailable | None:
         return None
     if (table := diag.table_name) not in NUMBERED:
         return None
-    return StoreUnavailable(
-        f"the sequence of table {table} gives numbers that rows have already, as after logical replication or a "
-        f"restore of the rows alone; `idemconsumer check` finds all that are behind; run as the schema's owner: "
+    return StoreChanged(
+        f"the sequence of table {table} returns numbers that are already in use, as after logical replication or a "
+        f"restore of the rows alone; `idemconsumer check` lists all such sequences; run as the schema's owner: "
         f"{catching_up(schema, str(table))}"
     )
 

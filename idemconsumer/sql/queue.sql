@@ -104,7 +104,7 @@ select pg_try_advisory_lock(crew.key), (
 -- so that settling an expired delivery has no effect (P1), and which begins with the number of its taker (P8).
 -- The first one in any case, and as many as begin within so many bytes (D8). Of each queue up to its limit. Of a body that
 -- nobody will take, only the beginning (`most`), and what the whole is. First its place, and how many numbers behind the low
--- water that is (P9).
+-- water that is (P9). By an array: a join would read all of a table that was empty when it was analyzed.
 with visible as materialized (
     select q.id, q.size, q.place, q.place - l.low as behind
     from unnest(%(names)s::text[], %(limits)s::integer[]) as w (name, most)
@@ -122,7 +122,7 @@ with visible as materialized (
 update {schema}.queue as q
 set deliveries = q.deliveries + 1, token = %(taker)s::bigint + nextval('{schema}.queue_token'),
     visible_at = clock_timestamp() + make_interval(secs => %(visibility)s)
-from next where q.id = next.id
+from next where q.id = any(array(select id from next)) and q.id = next.id
 returning next.place, next.behind, q.id, q.name, q.token, q.deliveries, q.message_id,
     case when octet_length(q.body) <= %(most)s::integer then q.body else substring(q.body for %(most)s::integer) end, q.headers,
     octet_length(q.body), case when octet_length(q.body) > %(most)s::integer then sha256(q.body) end

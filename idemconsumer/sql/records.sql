@@ -35,6 +35,10 @@ set local statement_timeout to default
 select pg_catalog.set_config('idemconsumer.open', %(seal)s, true),
     pg_catalog.set_config('lock_timeout', %(lock_timeout)s, true), {session}, pg_catalog.pg_backend_pid()
 
+-- name: open_sealed
+-- `open` and the seal in one, for a transaction in which no code of a user's runs. See the function (migrations/0001).
+select {schema}.open_sealed(%(seal)s, %(lock_timeout)s, %(session)s, {session}), pg_catalog.pg_backend_pid()
+
 -- name: waits_for_lock
 -- Unlike pg_stat_activity, this tells every role.
 select cardinality(pg_blocking_pids(%(pid)s)) > 0

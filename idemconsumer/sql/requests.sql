@@ -2,26 +2,8 @@
 -- format: {schema} is the configured schema, {PROCESSING} the number stored for that state, {held} a fragment of sagas.sql.
 
 -- name: claim_request
--- H20. The record and the row in one commit, under the lock and the index of every claim (J1, R3). As `begin_sagas`, one
--- row: with our token, or with what was found, and then with the row's token if nobody has a good lease for it. The lease
--- is looked at here, by the server's clock: nothing is held under one that is over.
-with alive as materialized (
-    select id from {schema}.worker where id = %(worker)s and until > clock_timestamp()
-), missed as materialized (
-    select m.* from alive cross join lateral {schema}.claim(array[%(key)s::bytea], array[%(scope)s::integer],
-        array[%(fingerprint)s::bytea], array[%(canonical)s::bytea], array[%(expires)s::float8], {PROCESSING}::smallint,
-        false) as m
-), begun as (
-    insert into {schema}.request (key, scope_id, token, worker, started_at)
-    select %(key)s, %(scope)s, nextval('{schema}.saga_token'), alive.id, clock_timestamp()
-    from alive where not exists (select from missed)
-    returning token
-)
-select m.key, m.found, m.fingerprint, m.body, m.content_type, m.canonical, m.status, m.headers, null::bigint as token,
-    case when s.worker = %(worker)s or not {held} then s.token end as free
-from missed as m left join {schema}.request as s on s.key = m.key
-union all
-select %(key)s::bytea, null, null, null, null, null, null, null, token, null from begun
+-- H20, H22. See the function (migrations/0006).
+select * from {schema}.claim_request(%(key)s, %(scope)s, %(fingerprint)s, %(canonical)s, %(expires)s, %(worker)s)
 
 -- name: take_request
 -- H22. By the token that was seen to be free: of two who take it, the second finds another one. One that is ours already
@@ -38,31 +20,23 @@ where s.key = seen.key and s.token = seen.token and (%(again)s or s.worker = %(w
   and exists (select from {schema}.worker as w where w.id = %(worker)s and w.until > clock_timestamp())
 returning s.token, s.again, (extract(epoch from seen.started_at) * 1000000)::bigint
 
--- fragment: completed
--- H21: the row is locked by its token first, so a former owner finds none, and writes nothing. When it expires is moved
--- along by a trigger (R37). With `lost` only while nobody has a good lease for it (H36).
-fenced as materialized (
-    select s.key from {schema}.request as s
-    where s.key = %(key)s and s.token = %(token)s and not (%(lost)s and {held}) for update
-), ended as (
-    update {schema}.record set state = %(state)s, changed_at = clock_timestamp()
-    where key = (select key from fenced)
-), stored as (
-    insert into {schema}.result (key, body, content_type, status, headers)
-    select key, %(result)s::bytea, %(content_type)s::text, %(status)s::smallint, %(sent)s::bytea from fenced
-)
-
 -- name: complete_request
-with {completed}
-delete from {schema}.request where key = (select key from fenced) returning key
+-- H21. See the function (migrations/0006). A row if it was ours.
+select 1 where {schema}.complete_request(%(key)s, %(token)s, %(state)s::smallint, %(result)s, %(content_type)s,
+    %(status)s::smallint, %(sent)s)
 
 -- name: settle_lost_request
--- H36, O16.
-with {completed}, noted as (
+-- H36, O16. As `complete_request`, but only while nobody has a good lease for it, which is looked at in the locked row.
+with fenced as materialized (
+    select s.key from {schema}.request as s where s.key = %(key)s and s.token = %(token)s and not {held} for update
+), ended as materialized (
+    select key from fenced where {schema}.complete_request(key, %(token)s, %(state)s::smallint, %(result)s,
+        %(content_type)s, %(status)s::smallint, %(sent)s)
+), noted as (
     insert into {schema}.audit (at, by, role, what, target)
-    select clock_timestamp(), %(by)s, session_user, 'settle', 'request ' || left(encode(key, 'hex'), 12) from fenced
+    select clock_timestamp(), %(by)s, session_user, 'settle', 'request ' || left(encode(key, 'hex'), 12) from ended
 )
-delete from {schema}.request where key = (select key from fenced) returning key
+select key from ended
 
 -- name: drop_request
 -- Behind `lock_key`: a claim of the key that is being made, ours or a rival's, is decided then. Without a token: whatever

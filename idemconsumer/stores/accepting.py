@@ -18,7 +18,7 @@ from idemconsumer.message.origin import Pending, with_origin
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Found, Mark, Record, State
 from idemconsumer.sql.connecting import OwnCursor
-from idemconsumer.sql.queries import load, misconfigured
+from idemconsumer.sql.queries import in_words, load
 from idemconsumer.stores.answers import moment, outcomes
 from idemconsumer.stores.claims import Statement, transaction
 from idemconsumer.stores.pool import Pool
@@ -41,22 +41,20 @@ class Acceptance:
     def statements(self) -> list[Statement]:
         """What follows the claim. The header that names the record counts in the handler's own queue alone (H41)."""
         key, sent = self.claim.key, self.sent
-        stored = with_origin(self.message, Pending(key, self.claim.scope))
-        headers = encode_headers(stored.headers)
-        noted = {
+        stored, whole = with_origin(self.message, Pending(key, self.claim.scope)), sent is None or self.asked
+        noted: Statement = ("accept", {
             "key": key, "app": self.name.app, "handler": self.name.handler, "max_age": self.max_age,
             "via": None if sent is None else sent.destination, "token": None if sent is None else sent.token,
-            "body": stored.body if self.asked else None, "headers": headers if self.asked else None,
-        }  # fmt: skip
+            "asked": self.asked, "body": stored.body if whole else None,
+            "headers": encode_headers(stored.headers).decode() if whole else None,
+        })  # fmt: skip
         if sent is None:
-            queue = self.name.retry_source.partition(":")[2]
-            told: dict[str, Any] = {"name": queue, "body": stored.body, "key": None, "headers": headers.decode()}
-            return [("note_accepted", noted), ("enqueue", told)]
-        told = {
+            return [noted]
+        told: dict[str, Any] = {
             "destination": sent.destination, "body": self.message.body, "key": sent.key, "delay": 0.0,
             "headers": encode_headers(self.message.headers).decode(),
         }  # fmt: skip
-        return [("note_accepted", noted), ("store_outgoing", told)]
+        return [noted, ("store_outgoing", told)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +82,15 @@ class Standing:
 async def accept(pool: Pool, acceptance: Acceptance) -> Record | None:
     """In a transaction of its own: None when it was stored; the record that there is.
 
-    Raises Contention when a rival holds the key, CommitUnknown, and StoreUnavailable.
+    Raises Contention when a rival holds the key, CommitUnknown, StoreUnavailable, and ConfigurationError for the schema
+    as `accept_in`.
     """
-    async with transaction(pool, group=1) as claims:
-        (found,) = await claims.claim([acceptance.claim], state=State.PENDING)
-        if (standing := _standing(found)) is None:
-            await claims.complete((), (), more=acceptance.statements())
-        return standing
+    with in_words(pool.schema):
+        async with transaction(pool, group=1) as claims:
+            (found,) = await claims.claim([acceptance.claim], state=State.PENDING)
+            if (standing := _standing(found)) is None:
+                await claims.complete((), (), more=acceptance.statements())
+            return standing
 
 
 async def scope_id(pool: Pool, claim: Claim) -> int:
@@ -107,12 +107,12 @@ async def accept_in(
     Contention, and ConfigurationError when the schema is not migrated, or each statement would commit by itself."""
     if connection.autocommit and connection.info.transaction_status is pq.TransactionStatus.IDLE:
         raise ConfigurationError(
-            "tx= is a connection with autocommit that is in no transaction, so a record could be left without its "
+            "tx= is an autocommit connection outside a transaction, so a record could be committed without its "
             "message; write `async with connection.transaction():` around it"
         )
     queries, claim = load(schema), acceptance.claim
     cursor = OwnCursor(connection)
-    try:
+    with in_words(schema):
         given = {
             "keys": [claim.key], "scopes": [scope], "fingerprints": [claim.fingerprint],
             "canonicals": [claim.canonical], "expires": [claim.expires], "state": int(State.PENDING),
@@ -124,15 +124,13 @@ async def accept_in(
             for name, params in acceptance.statements():
                 await cursor.execute(queries[name], params)
         return standing
-    except psycopg.Error as error:
-        if (cause := misconfigured(error, schema)) is not None:
-            raise cause from error
-        raise
 
 
 async def look_up(pool: Pool, key: bytes, scope: str) -> Standing | None:
-    """None: there is no record in this scope, or it has expired. Raises StoreUnavailable."""
-    rows = await pool.alone("accepted", {"key": key, "scope": scope})
+    """None: there is no record in this scope, or it has expired. Raises StoreUnavailable, and ConfigurationError as
+    `accept_in`."""
+    with in_words(pool.schema):
+        rows = await pool.alone("accepted", {"key": key, "scope": scope})
     for state, body, content_type, status, headers, held, reason, at in rows:
         result, created_at = read_result(body, content_type, status, headers), None if at is None else moment(at)
         return Standing(State(state), result, held, reason, created_at)

@@ -133,10 +133,11 @@ class Ahead:
         while expected:
             results = yield from generators.fetch_many(pgconn)
             self._heard()
-            if (answered := expected.popleft()) is None:
-                if not results or results[-1].status != ExecStatus.PIPELINE_SYNC:
-                    pgconn.finish()  # its session has ended, which libpq knows once it has read the end
-                    raise error_from_result(results[-1]) if results else OperationalError("the connection is lost")
+            answered = expected.popleft()
+            if not results or (answered is None) != (results[-1].status == ExecStatus.PIPELINE_SYNC):
+                pgconn.finish()  # its session has ended, which libpq knows once it has read the end
+                raise error_from_result(results[-1]) if results else OperationalError("the connection is lost")
+            if answered is None:
                 if expected:
                     self._expect(timer)
                 continue

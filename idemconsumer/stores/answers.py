@@ -51,7 +51,19 @@ def begun(answer: PGresult, keys: Sequence[bytes]) -> list[Found | int]:
         found |= records((row[:_COLUMNS] for row in rows if row[1] is not None), keys)
         return [found[key] for key in keys]
     except (ValueError, KeyError, StoreUnavailable) as error:
-        raise CommitUnknown("the database's answer to a claim is not one, and may be committed") from error
+        raise CommitUnknown("the database's answer to a claim cannot be read; the claim may be committed") from error
+
+
+def claimed_request(answer: PGresult) -> tuple[tuple[Any, ...], int | None, int | None]:
+    """What was found, our token, and the token that is free, from the one row of `claim_request`."""
+    token, free = answer.get_value(0, _COLUMNS), answer.get_value(0, _COLUMNS + 1)
+    return _missed(answer, 0), None if token is None else int(token), None if free is None else int(free)
+
+
+def taken_request(answer: PGresult) -> tuple[int, bool, datetime]:
+    """Our token, whether a former owner may have run it, and since when, from the one row of `take_request`."""
+    token, again, since = (answer.get_value(0, column) or b"" for column in range(3))
+    return int(token), again == b"t", moment(int(since))
 
 
 def loaded(connection: psycopg.AsyncConnection[Any], answer: PGresult) -> list[tuple[Any, ...]]:
@@ -110,7 +122,7 @@ def _bytea(text: bytes) -> bytes:
 
 
 def _unclear() -> StoreUnavailable:
-    return StoreUnavailable("the database's answer to a claim is not one; what was begun is rolled back")
+    return StoreUnavailable("the database's answer to a claim cannot be read; its transaction is rolled back")
 
 
 def moment(micros: int) -> datetime:

@@ -26,20 +26,30 @@ select current_setting('synchronous_commit'), pg_is_in_recovery(),
        current_setting('max_locks_per_transaction')::int * current_setting('max_connections')::int, current_user,
        current_setting('server_encoding'), current_setting('fsync'), current_setting('full_page_writes')
 """
-# R16. What a crash would empty, and the guard's triggers that do not fire: with `D` never, with `R` on replicas only.
+# R16. What a crash would empty; the guard's triggers that are missing; and those of ours that do not fire, with `D`
+# never, with `R` on replicas only, as a restore that was interrupted leaves them (`pg_restore --disable-triggers`).
 _UNLOGGED: Final = """
 select c.relname from pg_class c join pg_namespace n on n.oid = c.relnamespace
 where n.nspname = %(schema)s and c.relpersistence <> 'p' and c.relname = any(%(tables)s)
 order by c.relname
 """
-_UNGUARDED: Final = """
-select t.name, g.tgname is not null
+_TRIGGERLESS: Final = """
+select 'sealed', t.name, null
 from unnest(array['record', 'step']) as t (name)
 join pg_namespace n on n.nspname = %(schema)s
 left join pg_class c on c.relnamespace = n.oid and c.relname = t.name
 left join pg_proc f on f.pronamespace = n.oid and f.proname = 'guard'
 left join pg_trigger g on g.tgrelid = c.oid and g.tgfoid = f.oid and g.tgname = 'sealed'
-where g.tgenabled is null or g.tgenabled not in ('O', 'A')
+where g.oid is null
+union all
+select g.tgname, c.relname,
+       format('ALTER TABLE %%I.%%I ENABLE %%sTRIGGER %%I', n.nspname, c.relname,
+              case when g.tgname = 'guarded' then 'ALWAYS ' else '' end, g.tgname)
+from pg_trigger g
+join pg_class c on c.oid = g.tgrelid
+join pg_proc f on f.oid = g.tgfoid
+join pg_namespace n on n.oid = c.relnamespace and n.oid = f.pronamespace
+where n.nspname = %(schema)s and g.tgenabled in ('D', 'R')
 """
 # Each lacking right in words. What is not there yet is pending, not forbidden. Identity columns need no right.
 _LACKING: Final = """
@@ -99,8 +109,8 @@ async def check_database(
     process, whose rights it asks for. Raises StoreUnavailable, or ConfigurationError with what to do: no address,
     settings that do not hold, too old, a standby, synchronous_commit off, fsync or full_page_writes off, not in UTF-8,
     not migrated or not wholly, rights that are lacking, rows that are hidden (R44), sequences behind their tables
-    (R43), tables that are not logged, the guard's trigger missing or disabled; with `require_standby` a COMMIT that
-    waits for no synchronous standby (R22).
+    (R43), tables that are not logged, a trigger of ours that is missing or disabled; with `require_standby` a COMMIT
+    that waits for no synchronous standby (R22).
     """
     check_dsn(dsn)
     check_schema(schema)
@@ -150,7 +160,7 @@ async def _check(connection: Connection, schema: str, needed: grants.Needed) -> 
             )
     if encoding != "UTF8":
         raise ConfigurationError(
-            f"database: its encoding is {encoding}, which cannot hold every text of a message; make one that is UTF-8: "
+            f"database: its encoding is {encoding}, which cannot hold every text of a message; create a UTF-8 one: "
             "CREATE DATABASE … TEMPLATE template0 ENCODING 'UTF8'"
         )
     if not migrated:
@@ -170,8 +180,8 @@ async def _check(connection: Connection, schema: str, needed: grants.Needed) -> 
         statement = sql.SQL("ALTER TABLE {} DISABLE ROW LEVEL SECURITY")
         remedies = [statement.format(sql.Identifier(schema, table)).as_string(None) for table in hidden]
         raise ConfigurationError(
-            f"database: row-level security hides rows of {', '.join(hidden)} from role {role!r}, and what it cannot "
-            f"see it would do again; run as the schema's owner: {'; '.join(remedies)}"
+            f"database: row-level security hides rows of {', '.join(hidden)} from role {role!r}, so it would repeat "
+            f"work whose rows it cannot see; run as the schema's owner: {'; '.join(remedies)}"
         )
     noted = sql.SQL("select version from {}").format(sql.Identifier(schema, "migration"))
     applied = {number for (number,) in await (await connection.execute(noted)).fetchall()}
@@ -183,19 +193,23 @@ async def _check(connection: Connection, schema: str, needed: grants.Needed) -> 
     ((oldest,),) = await (await connection.execute(asked)).fetchall()
     if oldest > (newest := files()[-1]).version:  # R32
         raise ConfigurationError(
-            f"database: schema {schema!r} takes only versions of idemconsumer that know migration {oldest:04}, and "
-            f"this one ends with {newest}; run a newer one"
+            f"database: schema {schema!r} needs a version of idemconsumer that knows migration {oldest:04}, and this "
+            f"version ends with {newest}; run a newer version"
         )
     await _refuse_behind(connection, schema)
     for (table,) in await (await connection.execute(_UNLOGGED, places)).fetchall():
         remedy = sql.SQL("ALTER TABLE {} SET LOGGED").format(sql.Identifier(schema, table)).as_string(None)
         raise ConfigurationError(f"database: table {table} is unlogged, so a crash would empty it; run: {remedy}")
-    for table, exists in await (await connection.execute(_UNGUARDED, places)).fetchall():
-        template = "ALTER TABLE {} ENABLE TRIGGER sealed" if exists else _TRIGGERS[table]
-        identifiers = (sql.Identifier(schema, table), sql.Identifier(schema, "guard"))
+    if idle := await (await connection.execute(_TRIGGERLESS, places)).fetchall():
+        made = sql.Identifier(schema, "guard")
+        remedies = [
+            remedy or sql.SQL(_TRIGGERS[table]).format(sql.Identifier(schema, table), made).as_string(None)
+            for _, table, remedy in idle
+        ]
         raise ConfigurationError(
-            f"database: the trigger `sealed` of table {table} is {'disabled' if exists else 'missing'}, so a handler "
-            f"could commit by itself; run: {sql.SQL(template).format(*identifiers).as_string(None)}"
+            f"database: triggers of idemconsumer are missing or disabled, so they guard no rows and wake no workers: "
+            f"{', '.join(f'`{trigger}` of table {table}' for trigger, table, _ in idle)}; "
+            f"run: {'; '.join(remedies)}"
         )
     return int(locks) // 10
 
@@ -207,6 +221,6 @@ async def _refuse_behind(connection: Connection, schema: str) -> None:
         tables = ", ".join(dict.fromkeys(table for table, _ in found))
         raise ConfigurationError(
             f"database: sequences are behind the rows of {tables}, as after logical replication or a restore of the "
-            f"rows alone, so new rows would get numbers that others have; run as the schema's owner: "
+            f"rows alone, so new rows would get numbers that are in use; run as the schema's owner: "
             f"{'; '.join(remedy for _, remedy in found)}"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -28,6 +29,7 @@ from idemconsumer.errors import (
     Retry,
     RunEagerly,
     ServerSilent,
+    StoreChanged,
     StoreUnavailable,
 )
 from idemconsumer.logs import log
@@ -65,7 +67,7 @@ Statement = tuple[str, dict[str, Any]]  # of the engine's own: its name, and its
 
 _GROUP_LOCK_TIMEOUT: Final = "50ms"  # G12: a group that waits for another lane's rows is better rerun smaller
 
-_RESET: Final = "a session was reset, which a function, trigger or view had changed for all messages"
+_RESET: Final = "session reset, a function, trigger or view had changed its settings"
 _LATE: Final = 0.2  # seconds for the answers to what a handler has sent whose time is over
 _GATE_TIMEOUT: Final = "30s"  # J22: long enough for the groups ahead, each of which is bounded
 
@@ -95,6 +97,7 @@ class PostgresClaims:
         self._seal = ""
         self._lending = Lending(connection, self._kept)
         self._lent = False  # to code of a user's
+        self._began = time.monotonic()
         self._unread: int | None = None  # what was sent before the last run was not read when it had been read so often
         self.committed = False
 
@@ -184,16 +187,20 @@ class PostgresClaims:
         """What a statement of the engine's own failed with."""
         if error.sqlstate == PRUNED:
             self._pool.forget_scopes()
-        return translate(self._connection, error, ours=True)
+        cause = translate(self._connection, error, ours=True)
+        if isinstance(cause, StoreChanged):
+            self._pool.missed_at = time.monotonic()
+        return cause
 
-    def _opening(self) -> bytes:
+    def _opening(self, *, sealed: bool = False) -> bytes:
         self._seal = secrets.token_hex(8)
         statements = self._beginning()
         if self._gate is not None:
             self._connection.patience = self._pool.longest_answer + PATIENCE  # R20: a group ahead may take its time
             gate = {"gate": zlib.crc32(self._gate.encode()) - 2**31, "gate_timeout": _GATE_TIMEOUT}
             statements.append(self._written("gate", gate))
-        statements.append(self._written("open", {"seal": self._seal, "lock_timeout": self._lock_timeout}))
+        mark = {"seal": self._seal, "lock_timeout": self._lock_timeout, "session": self._connection.state}
+        statements.append(self._written("open_sealed" if sealed else "open", mark))
         return b"; ".join(statements)
 
     def _beginning(self) -> list[bytes]:
@@ -261,16 +268,17 @@ class PostgresClaims:
         connection = self._connection
         now = shared or connection.pooled  # else once it is committed (`Pool.connection`)
         mark = secrets.token_hex(8)
+        if lending.changed:
+            statement = self._restoring("restore", mark) if now else self._queries["own_role"]
+        else:
+            statement = self._restoring("restore_local", mark)
         try:
             await self._answered(connection.ahead.seconds)  # J26: they are the handler's
             connection.ahead.check()
             connection.patience = min(connection.patience, PATIENCE)  # R20
-            if lending.changed:
-                await connection.simple(self._restoring("restore", mark) if now else self._queries["own_role"])
-            else:
-                await connection.simple(self._restoring("restore_local", mark))
+            await connection.simple(statement)
         except psycopg.Error as error:
-            raise translate(connection, error) from error
+            raise await self._whose(error, [statement]) from error
         connection.patience = self._pool.longest_answer
         if now:
             self._seal = mark
@@ -341,7 +349,8 @@ class PostgresClaims:
         cause = error.__cause__ if wraps else error
         if not isinstance(cause, psycopg.Error) or not raised_on(self._connection, cause):
             return error
-        known = translate(self._connection, cause)
+        # What an error of ours stands for was said to a statement of ours: `app.publish` in a handler's transaction.
+        known = translate(self._connection, cause, ours=isinstance(error, ConfigurationError | StoreUnavailable))
         return known if cause is error or isinstance(known, Contention | StoreUnavailable) else error
 
     # ---------------------------------------------------------------------------------------------------------- the end
@@ -414,11 +423,10 @@ class PostgresClaims:
             await self._reset()
 
         def message() -> list[bytes]:
-            opening = [] if begun else [self._opening()]
+            mark = {"seal": self._seal, "session": connection.state}
+            opening = self._written("seal_group", mark) if begun else self._opening(sealed=True)
             standby = [self._queries["standby"]] if self._pool.require_standby else []
-            seal = {"seal": self._seal, "session": connection.state}
-            sealing = self._written("seal_group" if connection.state else "seal", seal)
-            return [*opening, *standby, sealing, *(self._written(*each) for each in statements), b"COMMIT"]
+            return [opening, *standby, *(self._written(*each) for each in statements), b"COMMIT"]
 
         answers = await self._committed(message, again=not begun)
         if not begun:
@@ -443,7 +451,7 @@ class PostgresClaims:
                 raise CommitUnknown(f"the answer to COMMIT was lost: {error_text(error)}") from error
             if error.sqlstate == NOT_DURABLE and not await self._durable():
                 raise ConfigurationError(not_durable(error)) from error
-            raise (translate(connection, error) if self._lent else self._ours(error)) from error
+            raise await self._whose(error, message()[:-1]) from error
         finally:
             connection.slow_commit = None
         # Postgres answers COMMIT of a failed transaction with ROLLBACK, and no error (J9).
@@ -451,6 +459,25 @@ class PostgresClaims:
             raise GuardViolated(f"COMMIT was answered by {tag!r}: the transaction had failed before")
         self.committed = True
         return answers
+
+    async def _whose(self, error: psycopg.Error, statements: Sequence[bytes]) -> Exception:
+        """What these statements of the engine's failed with. A user's code that came before may be why: its deferred
+        triggers, what it did to our tables. But what is not as it was for us fails in a transaction without it, too."""
+        connection = self._connection
+        if not self._lent:
+            return self._ours(error)
+        cause = translate(connection, error)
+        if cause is error:
+            given = {"seal": self._seal, "lock_timeout": self._lock_timeout}
+            alone = [*self._beginning(), self._written("open", given), *statements, b"ROLLBACK"]
+            try:
+                await connection.rollback()
+                await connection.simple(b"; ".join(alone))
+            except psycopg.Error as again:
+                return self._ours(again)
+            if self._pool.missed_at >= self._began and isinstance(ours := self._ours(error), StoreChanged):
+                return ours  # others have met it meanwhile, and it is back by now
+        return cause
 
     async def _reset(self) -> None:
         await self._pool.reset(self._connection)

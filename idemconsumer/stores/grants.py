@@ -26,21 +26,27 @@ _REQUESTS: Final[Mapping[LiteralString, tuple[LiteralString, ...]]] = {
     "hashing": ("SELECT", "INSERT", "UPDATE"),
     "audit": ("INSERT",),
 }
-_OF_REQUESTS: Final = ("claim", "use_scopes", "seal", "sequences_behind")
-# H56. Beside `_PURGE`: a process that ends leaves no lease, and what is personal of a key is forgotten.
+_OF_REQUESTS: Final = (
+    *("accept", "claim", "claim_request", "complete_request", "use_scopes", "seal", "open_sealed", "sequences_behind"),
+)
+# H56. Beside `_PURGE`: a process that ends leaves no lease, what is personal of a key is forgotten, and of what was
+# accepted it is told when. To store that there is a function with the rights of its owner (migrations/0002).
 _FRONT_DOOR: Final[tuple[LiteralString, ...]] = (
     *(f"GRANT {', '.join(rights)} ON {{schema}}.{table} TO {{role}}" for table, rights in _REQUESTS.items()),
     "GRANT SELECT ON {schema}.migration TO {role}",
     "GRANT SELECT (key, worker) ON {schema}.saga TO {role}",
     "GRANT SELECT (key), UPDATE (body, content_type, fingerprint, canonical) ON {schema}.child TO {role}",
-    "GRANT SELECT (token), UPDATE (body, headers) ON {schema}.accepted TO {role}",
+    "GRANT SELECT (token, created_at), UPDATE (body, headers) ON {schema}.accepted TO {role}",
     "GRANT SELECT (id) ON {schema}.audit TO {role}",
     "GRANT SELECT (key) ON {schema}.redrive TO {role}",
     "GRANT UPDATE (keys, positions) ON {schema}.delivery_log TO {role}",
     "GRANT USAGE ON SEQUENCE {schema}.saga_token TO {role}",
     "GRANT EXECUTE ON FUNCTION "
     "{schema}.claim(bytea[], int[], bytea[], bytea[], float8[], smallint, boolean), {schema}.use_scopes(int[]), "
-    "{schema}.seal(text), {schema}.sequences_behind() TO {role}",
+    "{schema}.claim_request(bytea, int, bytea, bytea, float8, bigint), "
+    "{schema}.complete_request(bytea, bigint, smallint, bytea, text, smallint, bytea), "
+    "{schema}.seal(text), {schema}.open_sealed(text, text, text, text), {schema}.sequences_behind(), "
+    "{schema}.accept(bytea, text, text, float8, text, bytea, boolean, bytea, jsonb) TO {role}",
 )
 # INSERT … RETURNING id reads the id, and nothing else of what others have sent. A signal is stored by a function with
 # the rights of its owner (migrations/0005), since it has to look at the record.

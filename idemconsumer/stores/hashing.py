@@ -5,28 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import psycopg
-
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.hashing import HASHING
 from idemconsumer.logs import log
-from idemconsumer.sql.queries import misconfigured
+from idemconsumer.sql.queries import in_words
 from idemconsumer.stores.pool import Pool
 from idemconsumer.wrapping import new_key, unwrap, wrap
 
-_WHY: Final = "a message that is known under one hash would be new under another one, and run twice"
+_WHY: Final = "a message known under one hash would be new under another one, and would run twice"
 
 
 async def settle_hashing(pool: Pool, schema: str) -> None:
     """Hash as the schema does. Say how that is, if nobody has, and refuse any other way; if its data key is wrapped by
     another secret than the first one of ours, wrap it by that. Raises ConfigurationError, also when the schema is not
     migrated, and StoreUnavailable."""
-    try:
+    with in_words(schema):
         await _settle(pool, schema)
-    except psycopg.Error as error:
-        if (cause := misconfigured(error, schema)) is not None:
-            raise cause from error
-        raise
 
 
 async def _settle(pool: Pool, schema: str) -> None:
@@ -41,7 +35,7 @@ async def _settle(pool: Pool, schema: str) -> None:
         anew = wrap(HASHING.secrets[0], HASHING.data_key)
         # Of several at once one does it. The data key is the same, so nothing is lost for the others.
         if await pool.alone("wrap_anew", {"anew": anew, "wrapped": wrapped}):
-            log.info("secret of keys rotated: their data key is wrapped by the first of `key_secrets`", was=place + 1)
+            log.info("key secret rotated: the data key is now wrapped by the first of `key_secrets`", was=place + 1)
 
 
 def may_hash(stored: Sequence[Mapping[str, Any]], schema: str) -> bool:
@@ -66,7 +60,7 @@ def learn_hashing(wrapped: bytes, schema: str) -> int:
         found, instead = "are hashed with a secret", "set IDEMCONSUMER_KEY_SECRETS to it"
     elif wrapped:
         found = "are hashed under a secret that is not among `key_secrets`"
-        instead = "write the one that it was left under behind the new one, IDEMCONSUMER_KEY_SECRETS=new,old"
+        instead = "write the last secret that was in use after the new one, IDEMCONSUMER_KEY_SECRETS=new,old"
     else:
         found, instead = "are hashed without a secret", "remove `key_secrets`, or use another schema with them"
     raise ConfigurationError(f"database: the keys of schema {schema!r} {found}; {instead}: {_WHY}")

@@ -166,7 +166,7 @@ class Heartbeat:
                 if self._left() <= 0:
                     self._stuck(place(self._loops_thread))
             elif self._standing() > 2 * patience + _STATEMENTS:
-                log.warning("no saga gets on, lease not renewed", seconds=round(self._standing(), 1))
+                log.warning("no saga makes progress, lease not renewed", seconds=round(self._standing(), 1))
             else:
                 try:
                     connection = connection or self._connect()

@@ -25,7 +25,7 @@ T = TypeVar("T")
 _REWRITTEN: Final = {Effect.ALL_IMMEDIATE: "all_immediate", Effect.RESET_ALL: "reset_all"}
 _LEFT_OPEN: Final = (
     "the handler left a stream(), COPY or pipeline open, so nothing is committed; open COPY and pipelines with async "
-    "with, and read a stream() to its end, or fewer rows: with LIMIT, or a cursor on the server, cursor('name')"
+    "with, and read a stream() to its end; for fewer rows use LIMIT, or a cursor on the server, cursor('name')"
 )
 _CANCEL_EVERY: Final = 0.2  # seconds
 _STOP_SECONDS: Final = 5.0  # for the server to end a statement; psycopg gives it as long

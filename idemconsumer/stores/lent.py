@@ -42,8 +42,8 @@ def check_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Refuse use from another thread or event loop, where the answer would never be seen (J20)."""
     if asyncio.get_running_loop() is not loop:
         raise HandlerFault(
-            "tx was used in another event loop than its handler's; use it in the handler, and give a thread plain "
-            "values, or asyncio.run_coroutine_threadsafe with the handler's loop"
+            "tx was used outside its handler's event loop; use it in the handler, and pass a thread plain values, or "
+            "have it call asyncio.run_coroutine_threadsafe with the handler's loop"
         )
 
 

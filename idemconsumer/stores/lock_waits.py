@@ -66,6 +66,6 @@ class LockWaits:
         for handler in before - seen.keys():
             if not self._collided(handler):
                 seconds = round(time.monotonic() - self._waits.pop(handler).since, 1)
-                log.info("handler waits for no lock any more", handler=handler, seconds=seconds)
+                log.info("handler no longer waits for a lock", handler=handler, seconds=seconds)
         if before != self._waits.keys():
             self._changed()

@@ -88,21 +88,23 @@ class Migration:
 def migrate(
     dsn: str, schema: str, *, wait: float | None = None, say: Callable[[str], None] = lambda _: None
 ) -> list[Migration]:
-    """`apply`, to its end."""
+    """Apply the pending migrations, each in a commit of its own, and return them.
+
+    `wait` is the seconds to wait in total, for locks and for a server that takes no connections. Without it, locks get
+    five minutes, and an unreachable server is an error at once. `say` is called with a text for each thing that is
+    waited for. Raises ConfigurationError if an applied file has changed or the schema's name cannot be used,
+    LockNotGiven, StoreUnavailable if the database cannot be reached, and psycopg.Error if a statement fails.
+    """
     return list(apply(dsn, schema, wait=wait, say=say))
 
 
 def apply(
     dsn: str, schema: str, *, wait: float | None = None, say: Callable[[str], None] = lambda _: None
 ) -> Iterator[Migration]:
-    """Apply the pending migrations, each as it is asked for; none when there are none, or others apply them meanwhile.
+    """Apply the pending migrations, each as it is asked for; none if there are none, or if others apply them meanwhile.
 
-    Each migration is committed separately: if one fails, those before it stay and its own changes do not. A lock is
-    asked for shortly, and again (R32). `wait`: seconds to wait altogether, for locks and for a server that takes no
-    connections; without it five minutes for locks, and a server that cannot be reached is an error at once. `say` is
-    told what is waited for. Raises ConfigurationError when an applied file has changed since or the schema's name
-    cannot be used, LockNotGiven, StoreUnavailable when the database cannot be reached, psycopg.Error when a statement
-    fails.
+    Each migration is committed separately: if one fails, those before it stay and its own changes do not. This tries to
+    get a lock for a short time, again and again (R32). Parameters and errors are as for `migrate`.
     """
     check_schema(schema)
     waiting = Waiting(LOCKS if wait is None else wait, say)
@@ -160,7 +162,7 @@ def files() -> tuple[Migration, ...]:
             text = path.read_text("utf-8")
             found.append(Migration(int(match[1]), match[2], hashlib.sha256(text.encode()).hexdigest(), text))
     if not found:
-        raise ConfigurationError(f"no migrations beside {package}; the installation is incomplete, install it again")
+        raise ConfigurationError(f"no migrations next to {package}; the installation is incomplete, install it again")
     return tuple(found)
 
 

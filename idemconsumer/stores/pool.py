@@ -82,7 +82,7 @@ class Pool:
         hasty: bool = False,
     ) -> None:
         self.queries = load(schema)
-        self._schema = schema
+        self.schema = schema
         self.require_standby = require_standby
         self.slow_commits = SlowCommits(dsn)
         self.unlogged = Unlogged()
@@ -93,6 +93,8 @@ class Pool:
         self._dsn = dsn
         self.forget_scopes()
         self._silent_at = self._changed_at = self._cut_at = self._unheard_at = -math.inf
+        self.missed_at = -math.inf  # when a statement of ours last lacked a right or a table (R43)
+        self._failure = ""  # of the last attempt to connect
         self._hasty = hasty
         # Queueing for a connection is no outage, however long it takes; what the pool times out on is one.
         self._sharing = Sharing(connections, parties)
@@ -212,6 +214,7 @@ class Pool:
         connection.changed, connection.state = False, ""
 
     def _failed(self, error: psycopg.OperationalError) -> None:
+        self._failure = error_text(error)
         if nobody_listens(error):
             self._unheard_at = time.monotonic()
 
@@ -222,7 +225,7 @@ class Pool:
         except ConfigurationError as error:
             self._refused = error
             raise
-        connection.made, connection.schema = time.monotonic(), self._schema
+        connection.made, connection.schema = time.monotonic(), self.schema
         self.forget_scopes()  # it may lead to a standby or a backup, which lacks the last of them
 
     async def _answering(self, outside: CancellationWatch) -> Session:
@@ -244,14 +247,16 @@ class Pool:
         began = time.monotonic()
         while True:
             try:
-                return await self._pool.getconn(_TRY_SECONDS)
+                connection = await self._pool.getconn(_TRY_SECONDS)
+                self._failure = ""
+                return connection
             except PoolTimeout:
                 if outside.requested:  # asyncio.wait_for again
                     raise asyncio.CancelledError from None
                 if self._hasty and self._unheard_at >= began:
                     raise PoolTimeout("no server listens there") from None
                 if self._refused or time.monotonic() >= began + _ACQUIRE_SECONDS:
-                    raise PoolTimeout(f"none within {_ACQUIRE_SECONDS:g} s") from None
+                    raise PoolTimeout(f"none within {_ACQUIRE_SECONDS:g} s: {self._failure}".rstrip(": ")) from None
 
     async def waits_for_lock(self, connection: Session) -> bool:
         """Whether a statement on `connection` waits for a lock, as its server says to a connection of its own: the pool

@@ -33,10 +33,10 @@ class PostgresPositions:
             "topics": [topic for topic, _ in histories],
             "partitions": [partition for _, partition in histories],
             "histories": [each.history for each in histories.values()],
-            "formers": [each.former for each in histories.values()],
             "bases": [each.base for each in histories.values()],
             "counters": [each.counter for each in histories.values()],
             "positions": [each.position for each in histories.values()],
+            "leaders": [each.leader for each in histories.values()],
         }
         rows = await self._pool.alone("begin_kafka_positions", given)
         return {(topic, partition): counter for topic, partition, counter in rows}

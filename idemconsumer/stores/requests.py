@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import Any, Final, Protocol
 
 import psycopg
+from psycopg.pq.abc import PGresult
 
 from idemconsumer.errors import CannotKeep, CommitUnknown, Contention, StoreUnavailable
 from idemconsumer.message.keys import parts_of
@@ -26,7 +27,7 @@ from idemconsumer.rules.doubt import Meaning, meaning
 from idemconsumer.rules.recent import Recent
 from idemconsumer.rules.values import ENDED, Record, State
 from idemconsumer.rules.verdicts import Verdict, judge
-from idemconsumer.stores.answers import moment, records
+from idemconsumer.stores.answers import claimed_request, moment, records, taken_request
 from idemconsumer.stores.claims import Statement, transaction
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.looks import Looks
@@ -40,7 +41,7 @@ LEASE: Final = 30.0  # seconds
 _ATTEMPTS: Final = 3  # at a claim whose COMMIT is unknown, or that met a lock
 _PAUSE: Final = 1.0  # seconds in which no lease is asked for after one could not be had
 _NO_SUCH_TEXT: Final = ("22021", "22P05")  # in the encoding of the database
-_OVER: Final = "the lease of this process is over, and it has no other one yet"
+_OVER: Final = "the lease of this process has ended, and it has no new one yet"
 
 
 class Lease(Protocol):
@@ -116,7 +117,7 @@ class PostgresRequests:
         if (running := self._runs(claim.key)) is not None:
             return running
         if claim.key in self._dropping:
-            raise StoreUnavailable("what became of an earlier claim of this key is not known yet")
+            raise StoreUnavailable("the outcome of an earlier claim of this key is not known yet")
         self._in_doubt.add(claim.key)
         try:
             await self._leased()
@@ -173,10 +174,9 @@ class PostgresRequests:
                     "expires": claim.expires, "worker": worker,
                 }  # fmt: skip
                 (answer,) = await claims.commit([("claim_request", given)])
-                rows = claims.rows(answer)
-        if not rows:
+        if not answer.ntuples:
             raise StoreUnavailable(_OVER)
-        ((*found, token, free),) = rows
+        found, token, free = claimed_request(answer)
         if token is not None:
             return Held(claim, token)
         if found[1] is None:
@@ -187,10 +187,10 @@ class PostgresRequests:
         if free is None or judge(record, claim.fingerprint, claim.canonical) is not Verdict.BUSY:
             return Running(record, lost=free is not None)
         taken = await self._commit(("take_request", {"key": claim.key, "worker": worker, "free": free, "again": again}))
-        if not taken:
+        if not taken.ntuples:
             return Running(record, lost=not again)
-        ((token, before, since),) = taken
-        return Held(claim, token, again=before, since=moment(since) if before else None)
+        token, before, since = taken_request(taken)
+        return Held(claim, token, again=before, since=since if before else None)
 
     async def _leased(self) -> None:
         if self._started:
@@ -238,16 +238,15 @@ class PostgresRequests:
         self, key: bytes, token: int, result: StoredResult, state: State, *, lost_by: str | None = None
     ) -> bool:
         """`lost_by`: only if it was lost, and who has decided about it."""
-        given: dict[str, Any] = {"key": key, "token": token, "state": int(state), "lost": lost_by is not None}
-        given |= kept_row(result)
+        given: dict[str, Any] = {"key": key, "token": token, "state": int(state)} | kept_row(result)
         statement = "complete_request" if lost_by is None else "settle_lost_request"
         try:
             done = await self._commit((statement, given | ({} if lost_by is None else {"by": lost_by})))
         except psycopg.DataError as error:
             if error.sqlstate in _NO_SUCH_TEXT:
-                raise CannotKeep(f"a response that this database has no text for: {error_text(error)}") from error
+                raise CannotKeep(f"a response that this database cannot encode: {error_text(error)}") from error
             raise
-        if done:
+        if done.ntuples:
             return True
         # Another owner has it; or this is a repetition, after a COMMIT whose answer was lost.
         record = await self.peek(key)
@@ -305,14 +304,14 @@ class PostgresRequests:
     async def release_lost(self, lost: LostRequest, *, by: str) -> bool:
         key = bytes.fromhex(lost.key)
         given = {"key": key, "token": lost.token, "by": by}
-        return bool(await self._commit(("lock_key", {"key": key}), ("release_lost_request", given)))
+        return bool((await self._commit(("lock_key", {"key": key}), ("release_lost_request", given))).ntuples)
 
     # --------------------------------------------------------------------------------------------------------- the rest
     async def peek(self, key: bytes) -> Record | None:
         return await self._looks.record(key)
 
-    async def _commit(self, *statements: Statement) -> list[tuple[Any, ...]]:
-        """As a whole transaction: the rows of the last one."""
+    async def _commit(self, *statements: Statement) -> PGresult:
+        """As a whole transaction: the answer to the last one."""
         with short():
             async with transaction(self._pool, group=1) as claims:
-                return claims.rows((await claims.commit(statements))[-1])
+                return (await claims.commit(statements))[-1]

@@ -40,9 +40,9 @@ def kept_row(result: StoredResult) -> dict[str, Any]:
         row = stored_row(result)
         result.content_type.encode()
     except (TypeError, ValueError, OverflowError) as error:
-        raise CannotKeep(f"a response that no row can be made of: {error_text(error)}") from error
+        raise CannotKeep(f"a response that cannot be stored in a row: {error_text(error)}") from error
     if "\0" in result.content_type:
-        raise CannotKeep("a response with a NUL in its content type, which no text in Postgres has")
+        raise CannotKeep("a response with a NUL in its content type, which Postgres text cannot hold")
     return row
 
 

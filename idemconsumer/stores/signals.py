@@ -12,7 +12,7 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.rules.signals import wrong_name
 from idemconsumer.rules.values import Signalled
 from idemconsumer.sql.connecting import OwnCursor
-from idemconsumer.sql.queries import load, misconfigured
+from idemconsumer.sql.queries import in_words, load
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,8 @@ class Signal:
 async def send(connection: psycopg.AsyncConnection[Any], schema: str, signal: Signal) -> Signalled:
     """Store it in whatever transaction is open on the connection. Raises psycopg.Error, 25001 for one that is not READ
     COMMITTED, and ConfigurationError when the schema is not migrated."""
-    try:
+    with in_words(schema):
         cursor = await OwnCursor(connection).execute(load(schema)["send_signal"], signal.params)
         row = await cursor.fetchone()
-    except psycopg.Error as error:
-        if (cause := misconfigured(error, schema)) is not None:
-            raise cause from error
-        raise
     assert row is not None
     return Signalled(row[0])

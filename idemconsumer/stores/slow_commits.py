@@ -51,7 +51,7 @@ class SlowCommits:
                 try:
                     self._slow = await self._waiting({each for each in self._slow if not each.closed})
                 except (psycopg.Error, ConfigurationError) as error:  # nothing is known: the deadlines decide
-                    log.debug("cannot ask what commits wait for", error=type(error).__name__)
+                    log.debug("could not check what commits wait for", error=type(error).__name__)
                 else:
                     self._tell(len(self._slow))
                     for connection in self._slow:
@@ -73,7 +73,7 @@ class SlowCommits:
                 "commits wait for a synchronous standby",
                 lanes=lanes,
                 to_do="start a standby that synchronous_standby_names names, or change that setting: "
-                "what waits is then committed without one",
+                "waiting transactions then commit without a standby",
             )
         elif self._hanging and not lanes:
             log.info("commits no longer wait for a synchronous standby")

@@ -15,11 +15,12 @@ from idemconsumer.errors import (
     Contention,
     CrashedBeside,
     GuardViolated,
+    StoreChanged,
     StoreUnavailable,
     TransactionEnded,
 )
 from idemconsumer.redaction import error_text
-from idemconsumer.sql.queries import behind
+from idemconsumer.sql.queries import behind, misconfigured
 from idemconsumer.stores.connection import Connection
 
 GUARD: Final = "IC001"  # raised by the guard and the seal (migrations/0001)
@@ -61,6 +62,8 @@ def translate(connection: Connection, error: psycopg.Error, *, ours: bool = Fals
         return Contention(f"{state}: {error.diag.message_primary}", cap_groups=state == _OUT_OF_LOCKS)
     if state == _CANCELLED and _WAITED_FOR_ROW.match(error.diag.context or ""):  # by a statement_timeout (B14)
         return Contention(f"{state}: {error.diag.message_primary}, {error.diag.context}")
+    if ours and (changed := misconfigured(error, connection.schema)) is not None:
+        return StoreChanged(str(changed))
     if state.startswith(_OUR_TROUBLE if ours else _SERVER_TROUBLE):
         return StoreUnavailable(f"{state}: {error.diag.message_primary}")
     if state in _GUARD:

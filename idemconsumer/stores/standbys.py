@@ -73,7 +73,7 @@ def judged(names: str, level: str, standbys: int, synchronous: int, seen: int) -
         if standbys > seen:
             return Durability(
                 waits,
-                "whether a synchronous standby is connected cannot be seen by this role, and without one each COMMIT "
+                "this role cannot see whether a synchronous standby is connected, and without one each COMMIT "
                 "hangs; run: GRANT pg_read_all_stats TO this role",
             )
         return Durability(
@@ -85,7 +85,7 @@ def judged(names: str, level: str, standbys: int, synchronous: int, seen: int) -
     why = f"synchronous_commit is {level}" if names else "its standbys are asynchronous"
     return Durability(
         "commits survive a crash of this server",
-        f"{why}: a failover loses what was acknowledged last, for good, since the broker has deleted it; "
+        f"{why}: a failover loses the last acknowledged messages for good, since the broker has deleted them; "
         f"run: {_REMEDY}, and set require_synchronous_standby",
     )
 

@@ -78,15 +78,14 @@ _BEGINS: Final = tuple(
     for pattern, reason in (
         (
             r"set\b(?!\s+(?:local|transaction|constraints)\s+[^\s.=])",
-            "SET stays for the messages that come after this one; write SET LOCAL, which ends with the transaction",
+            "SET also affects later messages; write SET LOCAL, which ends with the transaction",
         ),
-        (r"discard\b", "DISCARD is of the session, which other messages use too; leave it out"),
-        (r"(?:un)?listen\b", "a session that other messages use too must not LISTEN; use a connection of your own"),
-        (r"load\b", "LOAD is of the session, which other messages use too; use session_preload_libraries"),
+        (r"discard\b", "DISCARD affects the session, which other messages use too; remove it"),
+        (r"(?:un)?listen\b", "LISTEN affects the session, which other messages use too; use a connection of your own"),
+        (r"load\b", "LOAD affects the session, which other messages use too; use session_preload_libraries"),
         (
             r"prepare\b",
-            "PREPARE stays for the messages that come after this one; leave it out: what is sent again and again is "
-            "prepared by itself",
+            "PREPARE also affects later messages; remove it: statements that are sent often are prepared automatically",
         ),
     )
 )
@@ -115,8 +114,8 @@ _CONTAINS: Final = tuple(
         ),
         (
             rf"{_ARGUMENTS}false\s*\)",
-            "set_config(…, false) stays for the messages that come after this one; write set_config(…, true), which "
-            "ends with the transaction",
+            "set_config(…, false) also affects later messages; write set_config(…, true), which ends with the "
+            "transaction",
         ),
     )
 )
@@ -196,7 +195,7 @@ def _own_words(text: str, query: str) -> Special | None:
             return Special(
                 Effect.NOT_ALONE,
                 f"{words} would undo the engine's mark on the transaction; send it as a statement of its own, with "
-                "nothing before or behind it and outside of DO",
+                "nothing before or after it and outside of DO",
             )
     return None
 

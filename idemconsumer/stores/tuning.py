@@ -88,30 +88,30 @@ def wal_gb(records: float) -> int:
 
 def of_server(server: Server) -> list[str]:
     found = []
-    beside = f"beside {server.records / 1e6:,.0f} million records"
+    beside = f"for {server.records / 1e6:,.0f} million records"
     if not server.autovacuum:
         found.append(
-            "autovacuum is off, so what pruning deletes is never used again, and tables and indexes only grow; "
+            "autovacuum is off, so the space that pruning frees is never reused, and tables and indexes only grow; "
             f"{_system('autovacuum', 'on')}"
         )
     if server.records < _MANY:
         return found
     if server.wal_mb < (better := wal_gb(server.records)) * 1024 / 2:
         found.append(
-            f"max_wal_size is {server.wal_mb:,} MB {beside}: a checkpoint begins when half of it is written, and after "
-            "each one a key's first change of an index page writes the whole page to the WAL; "
+            f"max_wal_size is {server.wal_mb:,} MB {beside}: a checkpoint begins when half of it is written, and the "
+            "first change of an index page after each checkpoint writes the whole page to the WAL; "
             f"{_system('max_wal_size', f'{better}GB')}"
         )
     if server.minutes < _FEWEST_MINUTES:
         found.append(
             f"checkpoint_timeout is {server.minutes} min {beside}: after each checkpoint nearly the whole index is "
-            "written to the WAL once more, so they should be rare; a restart after a crash takes longer then; "
+            "written to the WAL again, so make checkpoints rare; a restart after a crash then takes longer; "
             f"{_system('checkpoint_timeout', f'{MINUTES}min')}"
         )
     if server.compression in ("on", "pglz"):
         found.append(
-            f"wal_compression is {server.compression} {beside}: keys are hashes, so pglz makes their pages no smaller, "
-            f"and takes its time for each; {_system('wal_compression', 'lz4' if server.lz4 else 'off')}"
+            f"wal_compression is {server.compression} {beside}: keys are hashes, so pglz makes their pages no smaller "
+            f"and costs time for each; {_system('wal_compression', 'lz4' if server.lz4 else 'off')}"
         )
     return found
 
@@ -122,13 +122,13 @@ def of_tables(schema: str, tables: list[Table]) -> list[str]:
         name = sql.Identifier(schema, table.name).as_string(None)
         if not table.autovacuum:
             found.append(
-                f"autovacuum of table {table.name} is off, so what is deleted there is never used again, and it only "
-                f"grows; run: ALTER TABLE {name} RESET (autovacuum_enabled)"
+                f"autovacuum of table {table.name} is off, so the space of deleted rows is never reused, and the table "
+                f"only grows; run: ALTER TABLE {name} RESET (autovacuum_enabled)"
             )
         elif table.name in _PRUNED and table.rows >= _MANY and table.share > _LARGEST_SHARE:
             found.append(
-                f"autovacuum comes to table {table.name} when {table.share:.0%} of its {table.rows / 1e6:,.0f} million "
-                f"rows are dead, which is late: until then it only grows; "
+                f"autovacuum of table {table.name} starts once {table.share:.0%} of its {table.rows / 1e6:,.0f} "
+                f"million rows are dead, which is late: until then the table only grows; "
                 f"run: ALTER TABLE {name} SET (autovacuum_vacuum_scale_factor = {_SHARE})"
             )
     return found

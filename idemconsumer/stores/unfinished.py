@@ -58,7 +58,7 @@ class Unfinished:
         except TimeoutError:
             pass
         if self._acts:
-            log.warning("requests left behind, which are over with their lease", requests=len(self._acts))
+            log.warning("requests left unfinished, their keys are free when their leases end", requests=len(self._acts))
 
     async def _run(self) -> None:
         try:
@@ -78,8 +78,10 @@ class Unfinished:
                 if ends_this_task(error):
                     raise
                 if meaning(error) is not Meaning.REFUSED:
-                    log.debug("a request could not be ended, will retry", error=error_text(error))
+                    log.debug("the end of a request could not be stored, will retry", error=error_text(error))
                     continue
-                log.error("the response of a request cannot be kept, so it is new", error=error_text(error))
+                log.error(
+                    "the response of a request cannot be stored, so a repetition runs again", error=error_text(error)
+                )
             if self._acts.get(key) is act:
                 del self._acts[key]

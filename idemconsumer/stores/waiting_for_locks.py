@@ -70,8 +70,8 @@ class Waiting:
                 self._left -= time.monotonic() - began
                 if self._left <= 0:
                     raise LockNotGiven(
-                        f"no lock in {self._seconds:g} s: {kept}; run this again with a longer --wait, or end that "
-                        "session"
+                        f"lock not granted within {self._seconds:g} s: {kept}; run this again with a longer --wait, "
+                        "or end that session"
                     ) from kept
                 pause = self._pause(number, first=1.0, cap=15.0)
                 self._say(f"waiting for {kept}; next try in {pause:.1f} s")

@@ -121,7 +121,7 @@ async def call_in_transaction(
         await opened.settled(late=limit.over)  # J27
         cause = limit.blame(opened.diagnose(error))
         if limit.locked_out and limit.caused(cause):
-            raise Contention("its time was over while it waited for a lock") from error
+            raise Contention("it timed out while waiting for a lock") from error
         if cause is error:
             mark(error)
             raise
@@ -148,7 +148,7 @@ def exit_refused(error: BaseException) -> HandlerFault:
     why = (
         "only its launcher ends a worker"
         if isinstance(error, EXITS)
-        else "that is no Exception, so it would end a worker"
+        else "that is not an Exception, so it would end a worker"
     )
     fault = HandlerFault(f"it raised {typed_text(error)}, and {why}; raise another exception")
     return fault.with_traceback(error.__traceback__)

@@ -11,13 +11,22 @@ from typing import Final, TypeAlias
 
 from idemconsumer.engine import reading
 from idemconsumer.engine.blame import rejection_of, said
-from idemconsumer.errors import CommitUnknown, Contention, IdemConsumerError, NotReadNow, Retry, StoreUnavailable
+from idemconsumer.errors import (
+    CommitUnknown,
+    Contention,
+    IdemConsumerError,
+    NotReadNow,
+    Retry,
+    StoreChanged,
+    StoreUnavailable,
+)
 from idemconsumer.handlers.durations import retry_delay
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone, Unknown
+from idemconsumer.redaction import error_text
 from idemconsumer.rules.accepting import NOT_IN_TIME, NOT_IN_TIME_STATUS
 from idemconsumer.rules.verdicts import refused
 from idemconsumer.stores.accepting import reject, time_out
@@ -62,7 +71,7 @@ class Deadlines:
         """See `stores.accepting.time_out`."""
         ended = await time_out(self._pool, self._names, _TOGETHER, _REJECTION)
         if ended:
-            log.warning("accepted, and not begun in time", messages=len(ended))
+            log.warning("accepted message not started in time", messages=len(ended))
         return ended
 
     async def ask(self) -> bytes | None:
@@ -127,12 +136,12 @@ class Deadlines:
                 return codecs.encode_rejection(*rejection_of(error))
             if isinstance(answer, Done):
                 await complete(claims, taken, result)
-                log.info("accepted, not begun in time, and done already", handler=handler.name, key=taken.key)
+                log.info("accepted message not started in time, already done", handler=handler.name, key=taken.key)
             return answer
 
     async def _failed(self, handler: BoundHandler, taken: Overdue, error: Exception) -> None:
         of = {"handler": handler.name, "key": taken.key, "failures": taken.failed, **said(error)}
-        log.error("reconcile of what was accepted has failed", **of)
+        log.error("reconcile of an accepted message failed", **of)
         if taken.failed < handler.options.max_attempts:
             await self._later(handler, taken, failed=taken.failed)
         else:
@@ -153,7 +162,7 @@ class Deadlines:
 
     async def _reject(self, handler: BoundHandler, taken: Overdue, rejection: StoredResult) -> None:
         if await reject(self._pool, [taken.key], rejection, asked=taken.asked):
-            log.warning("accepted, and not begun in time", handler=handler.name, key=taken.key)
+            log.warning("accepted message not started in time", handler=handler.name, key=taken.key)
 
 
 async def _again_and_again(sweep: Callable[[], Awaitable[None]]) -> None:
@@ -162,10 +171,12 @@ async def _again_and_again(sweep: Callable[[], Awaitable[None]]) -> None:
         try:
             await sweep()
             failing = False
-        except (StoreUnavailable, CommitUnknown, Contention):
-            pass  # said by the lanes; what is committed is found as it is
         except Exception as error:  # noqa: BLE001 - nobody would notice deadlines that pass
-            if not failing:
-                log.error("deadlines cannot be looked at, will retry", error=type(error).__name__)
-            failing = True
+            changed = isinstance(error, StoreChanged)
+            if isinstance(error, StoreUnavailable | CommitUnknown | Contention) and not changed:
+                pass  # said by the lanes; what is committed is found as it is
+            elif not failing:
+                text = error_text(error) if changed else type(error).__name__
+                log.error("deadlines could not be checked, will retry", error=text)
+                failing = True
         await asyncio.sleep(_SWEEP * random.uniform(0.75, 1.0))

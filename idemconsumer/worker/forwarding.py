@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from idemconsumer.errors import BadMessage, BrokerUnavailable, ConfigurationError, StoreUnavailable
+from idemconsumer.errors import BadMessage, ConfigurationError, StoreChanged, StoreUnavailable, Unavailable
 from idemconsumer.logs import log
 from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers
@@ -125,12 +125,13 @@ class Forwarder:
                     self._worked()
                     if sent < _TOGETHER:
                         break
-            except StoreUnavailable:
-                longest = SOON  # said by the lanes
             except BaseException as error:  # nobody would notice letters that are forwarded no more
                 if ends_this_task(error):
                     raise
-                self._failed(error)
+                if isinstance(error, StoreUnavailable) and not isinstance(error, StoreChanged):
+                    longest = SOON  # said by the lanes
+                else:
+                    self._failed(error)
             if last:
                 return
             await self._pause(longest)
@@ -188,7 +189,7 @@ class Forwarder:
     def _failed(self, error: BaseException) -> None:
         self._failures += 1
         if self._failures == 1:
-            text = error_text(error) if isinstance(error, BrokerUnavailable) else type(error).__name__
+            text = error_text(error) if isinstance(error, Unavailable) else type(error).__name__
             log.error("dead letters cannot be forwarded, will retry", destination=self._destination, error=text)
 
     def _worked(self) -> None:

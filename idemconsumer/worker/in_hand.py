@@ -14,7 +14,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.observe.counts import Counts
 from idemconsumer.ports.broker import Delivery, Session
-from idemconsumer.ports.observer import Observer, Point
+from idemconsumer.ports.observer import Observer, Point, SeesOutcomes
 from idemconsumer.rules.replies import pause_after
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.rules.verdicts import Settlement, settle
@@ -114,6 +114,7 @@ class InHand:
         self._replies = replies
         self._buried = buried
         self._at = observer.at
+        self._watcher = observer if isinstance(observer, SeesOutcomes) else None
         self._settled: set[Session] = set()
         self._places: dict[bytes, tuple[Place, int]] = {}  # of each key: where it is, and how many deliveries it has
 
@@ -153,6 +154,7 @@ class InHand:
     def forget(self, deliveries: Iterable[Held]) -> None:
         """These are settled, given back, or no longer ours."""
         for held in deliveries:
+            self.outage.let_go(held)
             self.in_flight -= 1
             if not held.work.key:
                 continue
@@ -178,7 +180,7 @@ class InHand:
         try:
             outcomes = await self._outcomes(deliveries, defer=defer)
             counts.groups.observe(time.monotonic() - began)
-            self.outage.over()
+            self.outage.over(*deliveries[: len(outcomes)])
             if any(outcome.kind in (OutcomeKind.DEAD, OutcomeKind.CONFLICT) for outcome in outcomes):
                 self._buried()
             counted = _counted(deliveries, outcomes)
@@ -187,13 +189,14 @@ class InHand:
             await self._finish([held for held, end in zip(deliveries, ends, strict=False) if end is Settlement.FINISH])
             self.forget(held for held, end in zip(deliveries, ends, strict=False) if end is Settlement.DROP)
             counts.ended(counted)
+            self._tell(zip(deliveries, outcomes, strict=False))
             return outcomes
         except StoreUnavailable as error:
             unavailable = error
         finally:
             for held in deliveries:
                 held.delivery.epoch.finish(1)
-        await self.outage.wait(unavailable)
+        await self.outage.wait(unavailable, met_by=deliveries)
         return []
 
     async def _outcomes(self, deliveries: Sequence[Held], *, defer: bool) -> list[Outcome]:
@@ -222,7 +225,13 @@ class InHand:
         await self._finish(
             [held for held, end in zip(theirs, answered, strict=True) if settle(end) is Settlement.FINISH]
         )
+        self._tell(zip(theirs, answered, strict=True))
         return list(zip(theirs, answered, strict=True))
+
+    def _tell(self, ended: Iterable[tuple[Held, Outcome]]) -> None:
+        if self._watcher is not None:
+            for held, outcome in ended:
+                self._watcher.ended(held.work.handler.name, held.delivery.message, outcome)
 
     async def _answer(self, deliveries: Sequence[Held], outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Send the replies of what is decided. A delivery whose reply is not confirmed is not settled but held, and

@@ -112,7 +112,7 @@ class Intake:
                 del waiting[0]
                 if reading.attempts > handler.options.max_attempts:
                     killed = reading.attempts - 1
-                    why = f"{killed} workers died while it was decoded, or its key, its tenant or its order derived"
+                    why = f"{killed} workers died while they decoded it, or derived its key, tenant or order"
                     # One that has a position stays on record: it may come again before its settlement is known there.
                     record = claim.key if delivery.anonymous else None
                     await self._read([delivery], BadMessage("killed_worker", why, attempts=killed, record=record))

@@ -125,6 +125,11 @@ class Lanes:
         """Those of the handler with this name."""
         return self._of[handler]
 
+    @property
+    def all(self) -> Collection[HandlerLanes]:
+        """Those of each handler."""
+        return self._of.values()
+
     def paused(self, handler: str) -> bool:
         """Whether nothing of this handler may be taken or begun."""
         return handler in self.in_hand.paused

@@ -14,7 +14,7 @@ async def warn_of_orphans(dsn: str, schema: str, app: str, sagas: Sagas) -> None
     try:
         found = await find_orphans(dsn, schema, app, sagas)
     except IdemConsumerError as error:
-        log.warning("orphaned sagas not looked for", error=error_text(error))
+        log.warning("orphaned sagas could not be checked", error=error_text(error))
         return
     for orphans in found:
         if orphans.waiting.app in {app, *(its for its, _ in sagas)}:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 
+from idemconsumer.errors import StoreChanged
 from idemconsumer.logs import log
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.session_pause import session_pause
@@ -13,7 +15,8 @@ from idemconsumer.rules.session_pause import session_pause
 
 class Outage:
     """The database is down (R8): logged once, and waited for by all that need it. They try again together, within two
-    seconds at most, and at once when one of them has reached it."""
+    seconds at most, and at once when one of them has reached it. What only some statements meet, since the database is
+    not what it was (R43), lasts for as long as somebody has in hand what met it."""
 
     def __init__(self) -> None:
         self._failures = 0
@@ -21,12 +24,21 @@ class Outage:
         self._since = 0.0
         self.why = ""
         self._over = asyncio.Event()
+        self._met: set[Hashable] = set()
+        self._changed = False
 
-    async def wait(self, error: Exception, ended: asyncio.Event | None = None) -> None:
+    async def wait(
+        self, error: Exception, ended: asyncio.Event | None = None, *, met_by: Iterable[Hashable] = ()
+    ) -> None:
         """`ended` cuts it short, too."""
         now = asyncio.get_running_loop().time()
         self._since, self.why = self._since if self._failures else now, error_text(error)
-        if not self._failures:
+        if isinstance(error, StoreChanged):
+            self._met.update(met_by)
+            if not self._changed:
+                log.error("store schema or rights changed, waiting for repair", error=str(error))
+            self._changed = True
+        elif not self._failures:
             log.error("store unreachable, waiting", error=str(error))
         if now >= self._until:  # else somebody has failed just before, for the same reason
             self._failures += 1
@@ -43,9 +55,15 @@ class Outage:
         """For how long it lasts; None: it does not."""
         return asyncio.get_running_loop().time() - self._since if self._failures else None
 
-    def over(self) -> None:
-        if self._failures:
-            self._failures, self._until, self.why = 0, 0.0, ""
+    def let_go(self, met_by: Hashable) -> None:
+        """Nobody here tries it again."""
+        self._met.discard(met_by)
+
+    def over(self, *ended: Hashable) -> None:
+        """The database has answered, to these."""
+        self._met.difference_update(ended)
+        if self._failures and not self._met:
+            self._failures, self._until, self.why, self._changed = 0, 0.0, "", False
             self._over.set()
             log.info("store reachable again")
 

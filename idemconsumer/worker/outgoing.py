@@ -221,7 +221,7 @@ class Lane:
                         error=answer.text, tries=row.tries + 1, seconds=after)  # fmt: skip
             return
         self._counts.parked[self._destination] += 1
-        log.error("outgoing message parked, what follows it under its key goes on", destination=self._destination,
+        log.error("outgoing message parked, later messages with its key go on", destination=self._destination,
                   message=row.id, key=row.key, error=answer.text, tries=row.tries + 1)  # fmt: skip
 
     async def _rows(self, connection: Connection, query: str, given: dict[str, Any]) -> list[tuple[Any, ...]]:

@@ -46,7 +46,7 @@ class Relay:
         at: Callable[[Point, str, Sequence[bytes]], None],
     ) -> None:
         self._pool = pool
-        self._connections = {scheme: Connections(dsn) for scheme in schemes}
+        self._connections = {scheme: Connections(dsn, schema) for scheme in schemes}
         self._queries = load(schema)
         self._schemes = list(schemes)
         self._broker = broker

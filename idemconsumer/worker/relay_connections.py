@@ -13,6 +13,7 @@ from idemconsumer.errors import StoreUnavailable
 from idemconsumer.redaction import error_text
 from idemconsumer.sql.answering import AnsweringConnection
 from idemconsumer.sql.connecting import connect_async
+from idemconsumer.sql.queries import misconfigured
 
 MOST: Final = 8
 _IDLE: Final = 5.0  # seconds for which one is kept that nobody uses
@@ -27,8 +28,9 @@ Connection = AnsweringConnection[Any]
 class Connections:
     """At most `MOST`, made when they are needed. Who waits for one gets it in turn."""
 
-    def __init__(self, dsn: str) -> None:
+    def __init__(self, dsn: str, schema: str) -> None:
         self._dsn = dsn
+        self._schema = schema
         self._places = asyncio.Semaphore(MOST)
         self._idle: list[tuple[float, Connection]] = []  # since when, oldest first
 
@@ -45,7 +47,7 @@ class Connections:
                 await _close(connection)
                 if error.sqlstate is None or error.sqlstate.startswith(_OUTAGES):
                     raise StoreUnavailable(error_text(error)) from error
-                raise
+                raise (misconfigured(error, self._schema) or error) from error.__cause__
             except BaseException:
                 await _close(connection)
                 raise

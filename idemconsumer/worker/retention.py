@@ -125,7 +125,7 @@ class _Pass:
                     more = await self.number(each, limit=limit) >= limit
         async with self._part():
             if lowered := await self.number("check_low_water"):
-                log.warning("messages in front of a low water were found, and will be taken", lines=lowered)
+                log.warning("messages below the low-water mark found, processing them", lines=lowered)
         for each in _AFTERWARDS:
             async with self._part():
                 await self._changed(each)

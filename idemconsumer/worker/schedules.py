@@ -46,11 +46,11 @@ class Schedules:
             except Exception as error:  # noqa: BLE001 - nobody would notice schedules that have ended
                 if not failing:
                     kind = type(error).__name__
-                    log.warning("schedules not looked at, will retry", error=f"{kind}: {error_text(error)}")
+                    log.warning("schedules could not be checked, will retry", error=f"{kind}: {error_text(error)}")
                 failing, pause = True, _AGAIN
             else:
                 if failing:
-                    log.info("schedules looked at again")
+                    log.info("schedules are checked again")
                 failing = False
             await asyncio.sleep(pause)
 

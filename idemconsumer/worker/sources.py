@@ -72,7 +72,7 @@ def _retention(handler: BoundHandler, subscription: Subscription, kept: float | 
         return []
     text = f"keeps messages for {kept / _DAY:g} days, but records are kept for {retain / _DAY:g} days"
     if kept <= retain:
-        text += ", which leaves less than a day for what is in hand at the end"
+        text += ", which leaves less than a day for messages in flight at the end"
     text += f'; write retain="{math.ceil((kept + _MARGIN) / _DAY)}d"'
     return [Finding("error" if kept > retain else "warning", subscription.source, text)]
 
@@ -85,7 +85,7 @@ def _redrive(handler: BoundHandler, subscription: Subscription, most: int | None
     if most >= needed:
         return [Finding("ok", subscription.source, f"its redrive policy removes a message after {most} receives")]
     text = (
-        f"its redrive policy removes a message after {most} receives, perhaps before {handler.name} is done with it "
+        f"its redrive policy removes a message after {most} receives, perhaps before {handler.name} has finished it "
         f"(max_attempts={handler.options.max_attempts}, and each restart counts); set maxReceiveCount to {needed} "
         "or more"
     )

@@ -221,6 +221,16 @@ class Spread:
             self.quarantine(held, partial(_these, behind))
 
     @property
+    def resting(self) -> tuple[int, float | None]:
+        """How many wait here for a time, those in line behind them included, and when the first of them may run."""
+        if not self._aside:
+            return 0, None
+        lines = [self._lines.get(held.line) or [held] for held in self._aside if held.line]
+        resting = dict.fromkeys(self._aside) | dict.fromkeys(each for line in lines for each in line)
+        dues = [self._next_out if timer is None else held.due for held, timer in self._aside.items()]
+        return len(resting), min(dues)
+
+    @property
     def until_let_out(self) -> float | None:
         """Seconds until a lane is to look whether something may leave quarantine."""
         if not self._quarantine:

@@ -111,8 +111,8 @@ class Steering:
             try:
                 self._obey(await ask("refresh_process", self._said()))
             except Exception as error:  # noqa: BLE001 - nobody would notice a worker that obeys no longer
-                if not failing:
-                    log.info("what is paused cannot be read, what was known holds", error=error_text(error))
+                if not failing and self._state != "draining":  # then its connection may be closed meanwhile
+                    log.info("paused handlers could not be read, using the last known ones", error=error_text(error))
                 failing, pause = True, _AGAIN
             else:
                 failing, pause = False, EVERY

@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -49,6 +50,7 @@ from idemconsumer.worker.replies import Replies
 from idemconsumer.worker.reporting import Reporting
 from idemconsumer.worker.retention import Retention
 from idemconsumer.worker.schedules import Schedules
+from idemconsumer.worker.standing import Standing, standing
 from idemconsumer.worker.steering import Steering
 
 if TYPE_CHECKING:
@@ -70,6 +72,25 @@ def shortest_lease(leased: Sequence[BoundHandler]) -> float:
     return min(handler.options.lease for handler in leased)
 
 
+def _connect(scheme: str, settings: Settings) -> Broker:
+    return connect(scheme, settings)
+
+
+def _leave(place: str) -> None:
+    """L37: only its end counts what ran, and lets the launcher start another worker."""
+    leave_as_killed("event loop blocked, exiting as if killed", where=place)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a process lends its workers and apps. `connect` makes the client of a scheme; `stuck` is called, in a
+    thread, with the place where the event loop stands still for too long; `settings` replace the environment's."""
+
+    connect: Callable[[str, Settings], Broker] = _connect
+    stuck: Callable[[str], None] = _leave
+    settings: Settings | None = None
+
+
 class Worker:
     """Runs the handlers of one app in this process until drained. Not restartable."""
 
@@ -84,6 +105,7 @@ class Worker:
         schedules: Sequence[Schedule] = (),
         tracing: Tracing = NO_TRACING,
         publishes: Sequence[str] = (),
+        around: Surroundings | None = None,
     ) -> None:
         """`sagas`: as in `find_orphans`, also of handlers not run here. `publishes`: destinations of the app."""
         self.handlers = handlers
@@ -91,6 +113,7 @@ class Worker:
         self._schedules = schedules
         self._tracing = tracing
         self._publishes = publishes
+        self._around = around or Surroundings()
         self._joined, self._leased = capacity.by_mode(handlers)
         self._resources = resources or Resources(())
         self._settings = settings
@@ -100,6 +123,7 @@ class Worker:
         self._drain = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
         self._lanes: Lanes | None = None
+        self._feeds: Sequence[Feed] = ()
         self._leave_when_asked: Callable[[], None] = self.drain
         self._reporting = Reporting(handlers, self._drain)
 
@@ -107,6 +131,10 @@ class Worker:
     def counts(self) -> Mapping[str, int]:
         """How many deliveries have had each outcome so far."""
         return self._reporting.counts.outcomes
+
+    async def standing(self) -> Standing:
+        """What it has to do now."""
+        return await standing(self._lanes, self._feeds)
 
     def drain(self) -> None:
         """Stop fetching, finish what runs, commit, settle, leave (D11). Call it from the loop's thread."""
@@ -156,7 +184,7 @@ class Worker:
 
     def _broker(self, scheme: str) -> Broker:
         if scheme not in self._brokers:
-            self._brokers[scheme] = connect(scheme, self._settings)
+            self._brokers[scheme] = self._around.connect(scheme, self._settings)
         return self._brokers[scheme]
 
     async def _run(self, dsn: str, planned: Sequence[Planned]) -> None:
@@ -230,7 +258,7 @@ class Worker:
             runs=[Runs(*handler.identity, handler.options.version) for handler in leased],
             build=settings.build or "",
             parties=[handler.name for handler in leased],
-            stuck=_leave,
+            stuck=self._around.stuck,
         )
 
     async def _consume(
@@ -265,7 +293,7 @@ class Worker:
             for each in beside:
                 each.wake_sagas_by(lanes.freed.set)
         memory = BytesInHand(settings.max_bytes_in_hand)
-        feeds = [
+        feeds = self._feeds = [
             Feed(
                 name,
                 broker,
@@ -306,7 +334,7 @@ class Worker:
             if self._sagas is not None:
                 upkeep.append(asyncio.create_task(warn_of_orphans(dsn, settings.schema, app, self._sagas)))
         # Where there are sagas their lease's thread ends this process, which knows of steps that may take longer (L37).
-        PULSE.begin(self._most_silence(), (lambda _: None) if self._leased else _leave)
+        PULSE.begin(self._most_silence(), (lambda _: None) if self._leased else self._around.stuck)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(lanes.work())
@@ -424,11 +452,6 @@ async def _last_look(senders: Sequence[Forwarder | Relay], sending: Sequence[asy
         sender.stop()
     if sending:
         await asyncio.wait(sending, timeout=_LAST_LOOK)
-
-
-def _leave(place: str) -> None:
-    """L37: only its end counts what ran, and lets the launcher start another worker."""
-    leave_as_killed("the event loop stands still, leaving as if killed", where=place)
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

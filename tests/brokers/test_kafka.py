@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
@@ -49,6 +50,8 @@ from tests.support.kafka import (
 from tests.support.logs import LogCapture, entries
 from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
+
+T = TypeVar("T")
 
 
 # ------------------------------------------------------------------------------------------ what is delivered
@@ -141,7 +144,11 @@ async def test_nothing_is_committed_when_nothing_has_changed(world: World) -> No
     await world.create()
     await world.produce(2)
     session = await world.open()
-    await session.settle(await take(session, 2))
+    taken = await take(session, 2)
+    for each in partitions_of(session).values():  # as if another leader had written the second one
+        each.leaders.proven(1)
+        assert each.leaders.follow(1, [(1, 9)])
+    await session.settle(taken)
     await world.commits(2)
     commits: list[object] = []
     client_of(session).commit = lambda offsets: commits.append(offsets)
@@ -666,6 +673,14 @@ async def test_a_broker_that_stays_away_ends_the_session_and_closing_is_bounded_
 
 
 # ------------------------------------------------------------------------------------------ publish and check
+async def again(act: Callable[[], Awaitable[T]]) -> T:
+    """As a worker does: a broker that has stood still for nine seconds is fenced, and for a moment there is none."""
+    while True:
+        with suppress(BrokerUnavailable):
+            return await act()
+        await asyncio.sleep(0.1)
+
+
 @pytest.mark.kill
 async def test_what_a_silent_broker_did_not_confirm_is_relayed_again_and_in_order(
     mortal: MortalWorld, monkeypatch: pytest.MonkeyPatch
@@ -673,18 +688,14 @@ async def test_what_a_silent_broker_did_not_confirm_is_relayed_again_and_in_orde
     await mortal.create()
     messages = [Outgoing(b"%d" % n, key="k") for n in range(20)]
     assert await mortal.broker.relay(mortal.topic, messages[:5]) == [None] * 5
-    said = list[str]()  # on a busy machine the client may ask for the cluster's metadata in between, which fails too
     with monkeypatch.context() as brief:
         tuned(brief, kafka_confirm_patience=0.5)
         mortal.own.freeze()
-        for _ in range(3):
-            with pytest.raises(BrokerUnavailable) as failed:
-                await mortal.broker.relay(mortal.topic, messages[5:])
-            said.append(str(failed.value))
+        with pytest.raises(BrokerUnavailable, match="did not confirm"):
+            await mortal.broker.relay(mortal.topic, messages[5:])
         mortal.own.thaw()
-    assert any("did not confirm" in each for each in said), said
-    assert await mortal.broker.relay(mortal.topic, messages[5:]) == [None] * 15
-    session, bodies = await mortal.open(), list[bytes]()
+    assert await again(lambda: mortal.broker.relay(mortal.topic, messages[5:])) == [None] * 15
+    session, bodies = await again(mortal.open), list[bytes]()
     while bodies[-1:] != [b"19"]:
         bodies += [each.message.body for each in await session.fetch()]
     assert list(dict.fromkeys(bodies)) == [each.body for each in messages]
@@ -707,7 +718,7 @@ async def test_publishing_to_a_missing_topic_says_how_to_create_it(world: World)
 
 async def test_a_message_that_is_too_large_for_the_topic_is_refused(world: World) -> None:
     await world.create(configs={"max.message.bytes": "1000"})
-    with pytest.raises(BadMessage, match=f"oversized: Kafka takes no message of that size for topic '{world.topic}'"):
+    with pytest.raises(BadMessage, match=f"oversized: Kafka accepts no message of that size for topic '{world.topic}'"):
         await world.broker.publish(world.topic, [Outgoing(b"x" * 2_000)])
 
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import logging
+import re
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -22,13 +23,16 @@ from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.kafka.connection import connection_options
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
-from idemconsumer.ports.broker import Bounds, BytesInHand, Outgoing
+from idemconsumer.ports.broker import Bounds, BytesInHand, Outgoing, Session
 from idemconsumer.settings import Settings
 from tests.support.kafka import BOUNDS, World, killing, take, world_of
+from tests.support.logs import LogCapture, entries
 from tests.support.servers.elasticmq import CREDENTIALS
 from tests.support.servers.kafka import Kafka
 from tests.support.servers.made import PrivateKafka
 from tests.support.servers.tls import issue
+from tests.support.tuning import tuned
+from tests.support.waiting import PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -161,22 +165,27 @@ async def test_a_certificate_is_enough_and_a_stranger_is_refused(guarded: Kafka,
                 await stranger.open([world.subscription()], BOUNDS)
 
 
-async def test_a_certificate_that_was_renewed_is_read_and_one_that_has_expired_is_ours(
-    guarded: Kafka, certificates: Path
-) -> None:
-    """K27"""
-    certificate, key = issue(certificates, "short", days=-1)
-    settings = Settings(
+def shown(guarded: Kafka, certificates: Path, certificate: Path, key: Path) -> Settings:
+    """Of a client that shows this certificate."""
+    return Settings(
         kafka=guarded.address_of("TLS"),
         kafka_security_protocol="SSL",
         kafka_ca_file=str(certificates / "ca.pem"),
         kafka_cert_file=str(certificate),
         kafka_key_file=str(key),
     )
+
+
+async def test_a_certificate_that_was_renewed_is_read_and_one_that_has_expired_is_ours(
+    guarded: Kafka, certificates: Path
+) -> None:
+    """K27"""
+    certificate, key = issue(certificates, "short", days=-1)
+    settings = shown(guarded, certificates, certificate, key)
     async with world_of(guarded) as world:
         await world.create()
         world.brokers.append(KafkaBroker(settings))
-        says = rf"refuses us: our own certificate, {certificate}, has expired on 20.* UTC; renew that file"
+        says = rf"refuses the connection: our own certificate, {certificate}, expired on 20.* UTC; renew that file"
         with pytest.raises(BrokerUnavailable, match=says):
             await world.broker.open([world.subscription()], BOUNDS)
         with pytest.raises(BrokerUnavailable, match=says):
@@ -185,6 +194,43 @@ async def test_a_certificate_that_was_renewed_is_read_and_one_that_has_expired_i
         await world.broker.publish(world.topic, [Outgoing(b"secret")])
         [delivery] = await take(await world.open(), 1)
         assert delivery.message.body == b"secret"
+
+
+async def fetched_for_ever(session: Session) -> None:
+    while True:
+        await session.fetch()
+
+
+async def test_one_that_expires_is_named_at_once_by_who_was_connected_before(
+    guarded: Kafka, certificates: Path, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K27: by a publisher, the relay and a member of a group, whose client only says that nobody has answered."""
+    certificate, key = issue(certificates, "expiring")
+    settings = shown(guarded, certificates, certificate, key)
+    # Who waited for an answer as long as for that of a slow broker would not come back before the test is over.
+    tuned(monkeypatch, kafka_probe_pause=0.2, kafka_probe_patience=1.0, kafka_confirmed_within=10 * PATIENCE)
+    async with world_of(guarded) as world:
+        await world.create()
+        world.brokers.append(KafkaBroker(settings))
+        session = await world.open()
+        await world.broker.publish(world.topic, [Outgoing(b"x")])
+        assert await world.broker.relay(world.topic, [Outgoing(b"x")]) == [None]
+        issue(certificates, "expiring", days=-1)
+        await asyncio.to_thread(guarded.stop)
+        await asyncio.to_thread(guarded.start)
+        says = f"refuses the connection: our own certificate, {certificate}, expired on 20"
+        async with asyncio.timeout(PATIENCE):
+            published, relayed = await asyncio.gather(
+                world.broker.publish(world.topic, [Outgoing(b"x")]),
+                world.broker.relay(world.topic, [Outgoing(b"x")]),
+                return_exceptions=True,
+            )
+        assert says in str(published)
+        assert says in str(relayed)
+        with pytest.raises(SessionEnded, match=re.escape(says)):
+            await asyncio.wait_for(fetched_for_ever(session), PATIENCE)
+        (line,) = entries(logged, "kafka unreachable")  # before it was back, or behind that
+        assert re.search("nothing listens at|refuses the connection", line["error"])
 
 
 # ------------------------------------------------------------------------------------------- why it cannot be used
@@ -199,14 +245,14 @@ LOGIN: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("listener", "given", "cause"),
     [
-        ("SASL", LOGIN, r"refused the login by SCRAM-SHA-256: wrong IDEMCONSUMER_KAFKA_SASL_USERNAME or _PASSWORD"),
-        ("SASL", LOGIN | {"kafka_sasl_mechanism": "PLAIN"}, "refused the login by PLAIN"),
+        ("SASL", LOGIN, r"refused the login with SCRAM-SHA-256: wrong IDEMCONSUMER_KAFKA_SASL_USERNAME or _PASSWORD"),
+        ("SASL", LOGIN | {"kafka_sasl_mechanism": "PLAIN"}, "refused the login with PLAIN"),
         (
             "SASL",
             {},
-            r"wants a login, by PLAIN or SCRAM-SHA-256 or SCRAM-SHA-512; set .*_SECURITY_PROTOCOL to SASL_PLAINTEXT",
+            r"requires a login with PLAIN or SCRAM-SHA-256 or SCRAM-SHA-512; set .*_PROTOCOL to SASL_PLAINTEXT",
         ),
-        ("PLAINTEXT", LOGIN, r"takes no login; set .*_SECURITY_PROTOCOL to PLAINTEXT"),
+        ("PLAINTEXT", LOGIN, r"accepts no login; set .*_SECURITY_PROTOCOL to PLAINTEXT"),
         ("PLAINTEXT", {"kafka_security_protocol": "SSL"}, r"speaks no TLS; set .*_SECURITY_PROTOCOL to PLAINTEXT"),
         ("TLS", {}, r"speaks TLS; set .*_SECURITY_PROTOCOL to SSL"),
         ("TLS", {"kafka_security_protocol": "SSL"}, r"certificate of .* is not accepted: .*; set .*_KAFKA_CA_FILE"),
@@ -230,7 +276,9 @@ async def test_a_listener_of_another_kind_is_named(
 async def test_a_mechanism_that_the_listener_does_not_take_is_named(narrow: Kafka) -> None:
     async with world_of(narrow) as world:
         world.brokers.append(KafkaBroker(Settings(kafka=narrow.address_of("SASL"), **LOGIN)))
-        with pytest.raises(BrokerUnavailable, match=r"takes no logins by SCRAM-SHA-256; set .*_MECHANISM to PLAIN$"):
+        with pytest.raises(
+            BrokerUnavailable, match=r"accepts no logins with SCRAM-SHA-256; set .*_MECHANISM to PLAIN$"
+        ):
             await world.broker.open([world.subscription()], BOUNDS)
 
 
@@ -244,7 +292,9 @@ async def test_a_dead_port_and_an_unknown_name_are_told_apart(world: World) -> N
 async def test_brokers_that_advertise_what_nobody_reaches_are_named(private_kafka: PrivateKafka) -> None:
     with killing(private_kafka(properties={"advertised.listeners": "PLAINTEXT://127.0.0.1:1"})) as server:
         broker = KafkaBroker(Settings(kafka=server.address))
-        with pytest.raises(BrokerUnavailable, match=r"names a broker 127.0.0.1:1 .*; correct advertised.listeners"):
+        with pytest.raises(
+            BrokerUnavailable, match=r"advertises a broker 127.0.0.1:1 .*; correct advertised.listeners"
+        ):
             await broker.publish("orders", [Outgoing(b"x")])
         await broker.close()
 
@@ -258,7 +308,7 @@ async def test_a_group_that_shares_by_another_protocol_is_named(world: World) ->
         partition_assignment_strategy=[RangePartitionAssignor],
     ):
         found = [finding for finding in await world.broker.check(world.subscription()) if finding.level == "error"]
-        assert ["'range', and ours by 'roundrobin'" in finding.text for finding in found] == [True]
+        assert ["'range', and workers by 'roundrobin'" in finding.text for finding in found] == [True]
         assert "another protocol than ours (roundrobin)" in await ended(world)
 
 
@@ -266,7 +316,7 @@ async def test_a_session_timeout_that_the_brokers_refuse_is_named(world: World) 
     await world.create()
     world.brokers.append(KafkaBroker(Settings(kafka=world.server.address, kafka_session_timeout=1)))
     found = [finding for finding in await world.broker.check(world.subscription()) if finding.level == "error"]
-    assert ["kafka_session_timeout is 1 s, and the brokers take 6 to 1800 s" in each.text for each in found] == [True]
+    assert ["kafka_session_timeout is 1 s, but the brokers allow 6 to 1800 s" in each.text for each in found] == [True]
     assert "set IDEMCONSUMER_KAFKA_SESSION_TIMEOUT to a value between" in await ended(world)
 
 

@@ -22,8 +22,8 @@ from tests.support.logs import LogCapture, entries
 from tests.support.positions import Database
 
 IMPATIENT = Bounds(lanes=4, group=8, drain=0.3)
-READ = Kept("h", None, base=0, counter=5, position=9)
-LEFT = Kept("h", None, base=0, counter=5, position=9, quiet=5)
+READ = Kept("h", base=0, counter=5, position=9)
+LEFT = Kept("h", base=0, counter=5, position=9, quiet=5)
 
 
 # --------------------------------------------------------------------------------------------------------- decisions
@@ -35,7 +35,7 @@ LEFT = Kept("h", None, base=0, counter=5, position=9, quiet=5)
         (None, None, Resume(None, set_back=True), False),
         (9, READ, Resume(9, kept=READ), False),
         (9, LEFT, Resume(9, kept=LEFT), True),
-        (9, Kept("h", None, 0, counter=6, position=9, quiet=5), Resume(9), False),  # written since then
+        (9, Kept("h", base=0, counter=6, position=9, quiet=5), Resume(9), False),  # written since then
         (20, LEFT, Resume(9, set_back=True), False),  # the row is from before
         (None, LEFT, Resume(None, anew=True), True),  # of the topic that was there before
         (None, READ, Resume(None, anew=True), False),

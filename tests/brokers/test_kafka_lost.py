@@ -85,7 +85,7 @@ async def test_an_offset_beyond_the_logs_end_is_an_error_and_the_log_is_read_fro
     assert [offset_of(each) for each in await take(session, 5)] == list(range(5))
     (said,) = entries(logged, LOST)
     assert (said["beyond_end"], said["begins_at"]) == (995, 0)
-    assert "made anew" in said["instead"]
+    assert "recreated" in said["instead"]
 
 
 @pytest.mark.parametrize(("reset", "first"), [("earliest", 0), ("latest", 10)])

@@ -11,6 +11,9 @@ from aiokafka import TopicPartition
 from aiokafka.admin import NewTopic
 from aiokafka.errors import KafkaError
 
+from idemconsumer.admin.resets import reset
+from idemconsumer.brokers.kafka.broker import KafkaBroker
+from idemconsumer.settings import Settings
 from tests.support.inside import client_of
 from tests.support.kafka import MortalWorld, World, killing, offset_of, take, world_of
 from tests.support.logs import LogCapture, entries
@@ -66,7 +69,8 @@ class Snapshot:
 async def test_what_was_read_ends_where_another_log_begins(
     world: MortalWorld, kept: Database, logged: LogCapture, tmp_path: Path
 ) -> None:
-    """Of two groups: one whose reader goes on, and one whose next reader is placed."""
+    """Of a group whose reader goes on, and of others whose next reader is placed: one has read all, one was placed at
+    the end and has read nothing, and one was set there by a person."""
     await world.create()
     await world.produce(5)
     going_on = await world.open()
@@ -84,23 +88,36 @@ async def test_what_was_read_ends_where_another_log_begins(
     await session.settle(await take(session, 10))
     await other.commits(10)
     await session.close()
+    latest = World(world.server, world.admin, world.topic, sessions=world.sessions, suffix=".latest")
+    latest.brokers.append(KafkaBroker(Settings(kafka=world.server.address, kafka_auto_offset_reset="latest")))
+    latest.broker.keep_positions_in(kept)
+    session = await latest.open()
+    await latest.commits(10)
+    await session.close()
+    person = World(world.server, world.admin, world.topic, world.brokers, world.sessions, suffix=".person")
+    await reset(
+        kept.dsn, Settings(kafka=world.server.address), f"kafka:{world.topic}", person.group, "latest", by="ann"
+    )
     assert not entries(logged, LOST)
 
     client_of(going_on).pause(TopicPartition(world.topic, 0))  # it comes back to a log that is long enough again
     snapshot.restore()
     await world.produce(7, start=100)
-    for its_world, session in ((world, going_on), (other, await other.open())):
+    placed = [(each, await each.open()) for each in (other, latest, person)]
+    for its_world, session in ((world, going_on), *placed):
         taken = await take(session, 7)
+        # One that is read from where another log begins can be told from the next one, before it has read anything.
+        assert None not in {leader for (leader,) in kept.do("select leader from idemconsumer.kafka_position")}
         assert [offset_of(each) for each in taken] == list(range(5, 12))
         assert [int(each.message.body) for each in taken] == list(range(100, 107))
         assert [said["group"] for said in entries(logged, LOST)].count(its_world.group) == 1
         await session.settle(taken)
         await its_world.commits(12)
         await session.close()
-    assert [(said["beyond_end"], said["begins_at"]) for said in entries(logged, LOST)] == [(5, 5), (5, 5)]
+    assert [(said["beyond_end"], said["begins_at"]) for said in entries(logged, LOST)] == [(5, 5)] * 4
     await world.produce(1, start=107)
     assert [offset_of(each) for each in await take(await world.open(), 1)] == [12]
-    assert len(entries(logged, LOST)) == 2
+    assert len(entries(logged, LOST)) == 4
 
 
 @pytest.mark.long

@@ -14,8 +14,9 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import NewTopic
 from aiokafka.errors import KafkaError
 
+from idemconsumer.admin.resets import reset
 from idemconsumer.brokers.kafka.broker import KafkaBroker
-from idemconsumer.brokers.kafka.start import Mark, Resume, resume
+from idemconsumer.brokers.kafka.start import Mark, Resume, next_counter, resume
 from idemconsumer.brokers.kafka.topic_ids import topic_ids
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.positions import Kept, Place, Reached
@@ -30,10 +31,11 @@ from tests.support.servers.postgres import migrated
 from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
-SET_BACK = "the database was set back, kafka messages are read again"
-ANEW_THERE = "the database was restarted or replaced, kafka positions are read anew"
-FORGOTTEN = "kafka has forgotten the group's offset, the database has it"
-HERE = Kept("b", "a", base=100, counter=5, position=150)
+SET_BACK = "the database has lost commits, reading kafka messages again"
+ANEW_THERE = "the database was restarted or replaced, reading kafka positions again"
+FORGOTTEN = "kafka has lost the group's offset, using the stored position"
+OLDER = "kafka has an older offset than the database, using the stored position"
+HERE = Kept("b", base=100, counter=5, position=150)
 LED = replace(HERE, leader=7)
 
 
@@ -42,25 +44,49 @@ LED = replace(HERE, leader=7)
     [
         (None, None, None, Resume(None)),
         (None, None, HERE, Resume(None, forgotten=True)),  # or it was deleted with an older topic: nothing is skipped
+        # Without a mark a person has set it.
         (70, None, None, Resume(70)),
-        (70, None, HERE, Resume(70)),  # a person has set them
-        (170, Mark("b", 5, 100), HERE, Resume(170, kept=HERE)),
-        (140, Mark("b", 4, 100), HERE, Resume(140, kept=HERE)),  # written here, and not committed there
-        (170, Mark("b", 6, 100), HERE, Resume(150, set_back=True)),
-        (170, Mark("c", 1, 160), HERE, Resume(150, set_back=True)),
-        (130, Mark("c", 1, 120), HERE, Resume(120, set_back=True)),  # a person had set the group back to 120
-        (170, Mark("a", 9, 20), HERE, Resume(150, set_back=True, kept=HERE)),  # Kafka has not heard of it yet
-        (170, Mark("b", 1, 100), None, Resume(None, set_back=True)),
-        (170, Mark("b", 5, 100), LED, Resume(170, kept=LED, leader=7)),
-        (170, Mark("b", 6, 100), LED, Resume(150, set_back=True, leader=7)),
+        (70, None, HERE, Resume(70)),
+        (170, None, HERE, Resume(170)),
         (70, None, LED, Resume(70)),  # of which leader that is nobody knows
+        (150, None, LED, Resume(150, kept=LED, leader=7)),  # both are from `kafka reset`
+        # The database has this write, or a later one: its row decides.
+        (150, Mark("b", 5, 100), HERE, Resume(150, kept=HERE)),
+        (150, Mark("b", 4, 100), HERE, Resume(150, kept=HERE)),  # since then a reader began, and read nothing
+        (140, Mark("b", 4, 100), HERE, Resume(150, kept=HERE, older=True)),  # Kafka did not get it, or has lost it
+        (160, Mark("b", 4, 100), HERE, Resume(150, kept=HERE, older=True)),
+        (90, Mark("a", 4, 20), HERE, Resume(150, kept=HERE, older=True)),  # of a history before this one
+        (170, Mark("a", 4, 20), HERE, Resume(150, kept=HERE, older=True)),
+        (150, Mark("b", 5, 100), LED, Resume(150, kept=LED, leader=7)),
+        (140, Mark("b", 4, 100), LED, Resume(150, kept=LED, older=True, leader=7)),
+        # The database lacks this write: it was set back.
+        (170, Mark("b", 6, 100), HERE, Resume(150, set_back=True)),
+        (140, Mark("b", 6, 100), HERE, Resume(140, set_back=True)),
+        (170, Mark("c", 6, 160), HERE, Resume(150, set_back=True)),
+        (130, Mark("c", 6, 120), HERE, Resume(120, set_back=True)),  # a person had set the group back to 120
+        (170, Mark("b", 6, 100), LED, Resume(150, set_back=True, leader=7)),
+        (170, Mark("b", 1, 100), None, Resume(None, set_back=True)),
     ],
 )
 def test_who_is_believed(committed: int | None, mark: Mark | None, kept: Kept | None, found: Resume) -> None:
     assert resume(committed, mark, kept) == found
 
 
-THERE = Kept("b_t2", "a_t1", base=0, counter=5, position=50)
+@pytest.mark.parametrize(
+    ("mark", "row", "counter"),
+    [
+        (None, None, 0),
+        (None, HERE, 6),
+        (Mark("b", 9, 100), HERE, 10),  # the row was set back: what Kafka has is older than what is written now
+        (Mark("a", 2, 100), HERE, 6),
+        (Mark("b", 9, 100), None, 10),
+    ],
+)
+def test_every_write_is_later_than_all_that_is_known(mark: Mark | None, row: Kept | None, counter: int) -> None:
+    assert next_counter(mark, row) == counter
+
+
+THERE = Kept("b_t2", base=0, counter=5, position=50)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +98,11 @@ THERE = Kept("b_t2", "a_t1", base=0, counter=5, position=50)
         (70, Mark("b_t2", 5, 0), THERE, "t3", Resume(None, anew=True)),  # and came back with a late commit
         (70, Mark("b_t2", 5, 0), None, "t3", Resume(None, anew=True)),
         (70, Mark("a_t1", 9, 0), THERE, "t2", Resume(50, kept=THERE)),  # later, and the new topic was read up to 50
-        (70, Mark("c_t3", 1, 20), THERE, "t3", Resume(None, set_back=True)),  # a database from before
+        (70, Mark("c_t3", 6, 20), THERE, "t3", Resume(None, set_back=True)),  # a database from before
         (70, None, THERE, "t3", Resume(70)),  # a person has set it
         (50, Mark("b_t2", 5, 0), THERE, "t2", Resume(50, kept=THERE)),
         (50, Mark("b_t2", 5, 0), THERE, None, Resume(50, kept=THERE)),  # an older Kafka tells no ids
-        (170, Mark("b", 5, 100), HERE, "t2", Resume(170, kept=HERE)),  # nor did it when they were noted
+        (150, Mark("b", 5, 100), HERE, "t2", Resume(150, kept=HERE)),  # nor did it when they were noted
     ],
 )
 def test_offsets_of_another_topic_say_nothing_about_this_one(
@@ -96,6 +122,15 @@ async def processed(world: World, count: int) -> None:
     session = await world.open()
     await session.settle(await take(session, count))
     await session.close()
+
+
+async def commits_again(world: World, former: Any) -> None:
+    """Put Kafka's offset of the group back to a former one, mark and all."""
+    options = {"bootstrap_servers": world.server.address, "group_id": world.group, "enable_auto_commit": False}
+    async with AIOKafkaConsumer(**options) as consumer:
+        at = TopicPartition(world.topic, 0)
+        consumer.assign([at])
+        await consumer.commit({at: (former.offset, former.metadata)})
 
 
 # ---------------------------------------------------------------------------------------------------- on real Kafka
@@ -125,16 +160,35 @@ async def test_an_offset_is_in_the_database_before_it_is_in_kafka(world: World, 
     assert base == 0
 
 
-async def test_a_group_whose_commit_kafka_did_not_get_reads_again_and_says_nothing(
-    world: World, kept: Database, logged: LogCapture
+@pytest.mark.parametrize("reset_to", [None, "latest"], ids=["rolled back", "reset before"])
+async def test_where_kafka_has_an_older_offset_of_ours_the_row_decides(
+    world: World, kept: Database, logged: LogCapture, reset_to: str | None
 ) -> None:
+    """Its topic of offsets was restored from a snapshot, say."""
     await world.create()
-    await world.produce(4)
-    await processed(world, 4)
-    kept.do("update idemconsumer.kafka_position set counter = counter + 1, position = 9")
-    await world.produce(1, start=4)
-    assert [offset_of(each) for each in await take(await world.open(), 1)] == [4]
+    await world.produce(3)
+    await processed(world, 3)
+    old = (await world.admin.list_consumer_group_offsets(world.group))[TopicPartition(world.topic, 0)]
+    await world.produce(3, start=3)
+    await processed(world, 3)
+    if reset_to is not None:
+        settings = Settings(kafka=world.server.address)
+        for _ in range(2):
+            await reset(kept.dsn, settings, f"kafka:{world.topic}", world.group, reset_to, by="ann")
+    await commits_again(world, old)
+    await world.produce(2, start=6)
+    session = await world.open()
+    taken = await take(session, 2)
+    assert [offset_of(each) for each in taken] == [6, 7]
+    (said,) = entries(logged, OLDER)
+    assert (said["log_level"], said["committed"], said["begins_at"]) == ("warning", 3, 6)
     assert not entries(logged, SET_BACK)
+    await session.settle(taken)
+    await world.commits(8)
+    await session.close()
+    await world.produce(1, start=8)
+    await take(await world.open(), 1)
+    assert len(entries(logged, OLDER)) == 1
 
 
 async def test_a_database_that_was_set_back_is_believed_and_not_kafka(
@@ -179,7 +233,7 @@ async def test_a_worker_that_dies_before_kafka_hears_of_it_leaves_it_to_the_next
     await first.close()
     assert kept.position() == 6
     await world.produce(1, start=6)
-    kept.do("update idemconsumer.kafka_position set position = 5, counter = 2")
+    kept.do("update idemconsumer.kafka_position set position = 5, counter = counter - 1")
     assert [offset_of(each) for each in await take(await world.open(), 2)] == [5, 6]
 
 
@@ -238,7 +292,7 @@ async def test_an_offset_that_a_person_has_set_is_obeyed(world: World, kept: Dat
     await world.commits(6)
     await session.close()
     # The database loses that, and what came after: it knows the history before, which had got further.
-    kept.do("update idemconsumer.kafka_position set history = former, former = null, counter = 1, position = 6")
+    kept.do("update idemconsumer.kafka_position set history = 'former', counter = 1, position = 6")
     assert [offset_of(each) for each in await take(await world.open(), 2)] == [4, 5]
     assert before[0][3] == 4
 
@@ -262,14 +316,14 @@ async def test_without_the_database_nothing_is_read_and_nothing_committed(
     await world.create()
     await world.produce(3)
     session = await world.open()
-    await until(lambda: bool(entries(logged, "kafka waits to learn where to begin")))
+    await until(lambda: bool(entries(logged, "kafka position unknown, waiting")))
     assert not await session.fetch()
     await commit_now(session)
     assert not await session.idle()
     assert await world.committed() is None
     kept.away = False
     await take(session, 3)
-    assert len(entries(logged, "kafka waits to learn where to begin")) == 1
+    assert len(entries(logged, "kafka position unknown, waiting")) == 1
 
 
 async def test_on_another_server_nothing_that_was_finished_before_counts(
@@ -454,7 +508,7 @@ async def test_positions_are_kept_behind_a_pooler(
 
 
 # ------------------------------------------------------------------------------------------- topics made anew (K18)
-ANEW = "kafka topic was made anew, it is read from its start"
+ANEW = "kafka topic was recreated, reading it from its start"
 
 
 async def made_anew(world: World, count: int) -> None:
@@ -504,13 +558,9 @@ async def test_a_commit_that_came_too_late_for_its_topic_moves_nobody_in_the_nex
     await world.create()
     await world.produce(5)
     await processed(world, 5)
-    at = TopicPartition(world.topic, 0)
-    late = (await world.admin.list_consumer_group_offsets(world.group))[at]
+    late = (await world.admin.list_consumer_group_offsets(world.group))[TopicPartition(world.topic, 0)]
     await made_anew(world, 8)
-    options = {"bootstrap_servers": world.server.address, "group_id": world.group, "enable_auto_commit": False}
-    async with AIOKafkaConsumer(**options) as consumer:
-        consumer.assign([at])
-        await consumer.commit({at: (late.offset, late.metadata)})
+    await commits_again(world, late)
     world.brokers.insert(0, KafkaBroker(Settings(kafka=world.server.address, kafka_auto_offset_reset="latest")))
     world.broker.keep_positions_in(kept)
     assert [offset_of(each) for each in await take(await world.open(), 8)] == list(range(8))

@@ -382,6 +382,18 @@ async def test_what_a_lost_session_had_is_there_as_soon_as_there_is_another(
     await next_one.close()
 
 
+async def test_a_session_that_cannot_pay_names_its_queues_once(
+    broker: PostgresBroker, cut_off: PostgresBroker, ledger: Ledger, proxy: Proxy
+) -> None:
+    await publish(broker, b"1")
+    session = await emails_of(cut_off)
+    await taken(session)
+    await lost(session, proxy)
+    ledger.run("alter schema idemconsumer rename to away")
+    with pytest.raises(BrokerUnavailable, match=r"^postgres:emails: schema 'idemconsumer' does not exist"):
+        await emails_of(cut_off)
+
+
 async def test_a_settlement_that_was_lost_with_its_session_is_made_by_the_next_one(
     broker: PostgresBroker, cut_off: PostgresBroker, ledger: Ledger, proxy: Proxy
 ) -> None:

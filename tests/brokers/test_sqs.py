@@ -213,7 +213,7 @@ async def test_a_drain_waits_no_longer_than_its_poll(sqs: Server, broker: SqsBro
 # ----------------------------------------------------------------------------------------------------------- publishing
 async def test_nothing_is_sent_when_one_message_is_too_large(sqs: Server, broker: SqsBroker) -> None:
     name = await queue(sqs.address)
-    with pytest.raises(BadMessage, match=r"oversized: 300000 bytes.* takes 262144"):
+    with pytest.raises(BadMessage, match=r"oversized: 300000 bytes.* accepts 262144"):
         await broker.publish(name, [Outgoing(b"small"), Outgoing(b"x" * 300_000)])
     async with consuming(broker, name) as session:
         assert await until_idle(session) == []

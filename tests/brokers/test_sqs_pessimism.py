@@ -196,7 +196,7 @@ async def test_what_may_not_be_held_any_longer_is_not_asked_for_again(
         double.lapse(old)
         assert bodies(await arriving(session, 1)) == [b"old"]
         double.refuse = lambda operation, message: None
-    assert times(logged, "held for 12 hours, sqs redelivers it") == 1  # type: ignore[arg-type]
+    assert times(logged, "in flight for 12 hours, sqs redelivers it") == 1  # type: ignore[arg-type]
 
 
 async def test_an_answer_that_comes_late_is_extended_before_it_is_handed_on(

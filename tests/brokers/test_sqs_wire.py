@@ -130,7 +130,7 @@ def test_a_message_larger_than_the_queue_takes_is_refused_with_its_headers_count
     small = Queue("orders", "http://q", {"MaximumMessageSize": "1024"})
     headers = {"n": "v" * 10}
     entry_of(small, Outgoing(b"x" * (1024 - len("nString") - 10), headers))
-    with pytest.raises(BadMessage, match="oversized: 1025 bytes with its headers, and queue 'orders' takes 1024"):
+    with pytest.raises(BadMessage, match="oversized: 1025 bytes with its headers, but queue 'orders' accepts 1024"):
         entry_of(small, Outgoing(b"x" * (1025 - len("nString") - 10), headers))
     entry_of(Queue("orders", "http://q", {"MaximumMessageSize": "1048576"}), Outgoing(b"x" * 1_048_576))
 
@@ -153,7 +153,7 @@ def test_a_receive_count_is_a_hint(said: str, count: int) -> None:
     ("attributes", "level", "says"),
     [
         ({"VisibilityTimeout": "30"}, "ok", "visibility timeout 30 s, extended"),
-        ({"VisibilityTimeout": "0"}, "ok", "workers ask for 10 s"),
+        ({"VisibilityTimeout": "0"}, "ok", "workers request 10 s"),
         ({"VisibilityTimeout": "43200"}, "warning", "30 s is enough"),
         ({"ContentBasedDeduplication": "true"}, "warning", "if an equal body arrived"),
     ],

@@ -16,7 +16,7 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.user_code.cancellation import end
-from tests.support.inside import is_told, told_how_many
+from tests.support.inside import is_told, saw_earlier, told_how_many
 from tests.support.ledger import SCHEMA, Ledger
 from tests.support.servers.postgres import migrated
 from tests.support.tuning import tuned
@@ -125,7 +125,7 @@ async def test_one_that_is_told_for_all_leaves_what_its_lanes_cannot_begin(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, looks_once: None, two_are_many: None
 ) -> None:
     """Others find it, and each takes all that it may once all have looked."""
-    tuned(monkeypatch, queue_lead_pause=600.0, queue_others_look_for=2.0)
+    tuned(monkeypatch, queue_lead_pause=600.0, queue_others_look_for=300.0)
     broker = PostgresBroker(Settings(dsn=ledger.dsn))
     first, second = await opened(broker), await opened(broker)
     await told_how_many(first)
@@ -141,12 +141,8 @@ async def test_one_that_is_told_for_all_leaves_what_its_lanes_cannot_begin(
     assert len(await bodies(waiting)) == 8, "there may be a third one"
     await until(lambda: is_told(second))
     rest = await at_rest(second)
-
-    def looked_again() -> bool:
-        second.looked({"emails": -0.2})
-        return rest.done()
-
-    await until(looked_again)
+    saw_earlier(second, 300.0)
+    second.looked({"emails": -0.2})
     assert len(await bodies(rest)) == 5, "nobody else has taken it, so it may wait here"
     await first.close()
     await second.close()
@@ -155,7 +151,7 @@ async def test_one_that_is_told_for_all_leaves_what_its_lanes_cannot_begin(
 async def test_who_has_seen_what_had_waited_listens_until_it_has_been_calm(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, looks_once: None, two_are_many: None
 ) -> None:
-    tuned(monkeypatch, queue_lead_pause=0.1, queue_busy_for=2.0)
+    tuned(monkeypatch, queue_lead_pause=0.1)
     broker = PostgresBroker(Settings(dsn=ledger.dsn))
     first, second = await opened(broker), await opened(broker)
     waiting = await at_rest(second)
@@ -164,6 +160,7 @@ async def test_who_has_seen_what_had_waited_listens_until_it_has_been_calm(
     await until(lambda: is_told(second))
     await broker.publish("emails", [Outgoing(b"x")])
     assert await bodies(waiting) == [b"x"], "it is told, and the first one takes nothing here"
+    saw_earlier(second, 600.0)
     await until(lambda: not is_told(second), "it ceases to")
     assert is_told(first)
     await first.close()

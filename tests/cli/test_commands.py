@@ -329,7 +329,7 @@ def test_an_argument_with_a_nul_is_wrong_usage() -> None:
         ["sagas", "list", "--handler", "\0"],
     ):
         result = CliRunner().invoke(main, words)
-        assert (result.exit_code, "has a NUL" in result.stderr) == (Exit.USAGE, True)
+        assert (result.exit_code, "contains a NUL" in result.stderr) == (Exit.USAGE, True)
 
 
 def test_a_setting_that_makes_no_sense_names_itself(empty: Shop) -> None:

@@ -53,7 +53,6 @@ def test_every_payment_is_applied_once_while_workers_are_killed(folder: Path) ->
     assert said["kills"] == 3
     assert 60 <= said["duplicates"] <= 120
     assert said["deliveries"] > said["messages"] + said["duplicates"], "no worker had anything in hand when it died"
-    assert said["seconds"] < 60
     assert done.stderr.count("in hand") == 3
     assert processes_of(folder) == []
 

@@ -82,7 +82,7 @@ def test_a_key_is_forgotten_once_that_is_confirmed(dsn: str) -> None:
 
 def test_a_handler_that_has_another_name_here_is_said(dsn: str) -> None:
     """L68: the function's name need not be the handler's."""
-    told = "nothing is stored under a handler 'took', but under take; a handler is stored under its name="
+    told = "nothing is stored under a handler 'took', only under take; a handler is stored under its name="
     for verb in ("keys", "dead", "sagas"):
         assert told in run(dsn, verb, "list", "--handler", "took").stderr
         assert run(dsn, verb, "list", "--handler", "take").stderr == ""

@@ -76,14 +76,14 @@ def test_check_says_which_sagas_nobody_continues_and_what_to_do(travel: Travel) 
     ]  # fmt: skip
     other, version, gone = (text for _, text in warnings)
     assert other == (
-        "1 sagas of app 'shop' wait for it, and no worker runs it; start one, or if it was renamed, give it its name "
-        'back, name="reserve" in App("shop"), or `idemconsumer sagas move shop/reserve APP/HANDLER` '
+        "1 sagas of app 'shop' wait for it, but no worker runs it; start one, or if it was renamed, restore its name "
+        'with name="reserve" in App("shop"), or `idemconsumer sagas move shop/reserve APP/HANDLER` '
         "gives them to another handler"
     )
     assert version.startswith("1 sagas began with version '1', which no worker runs; start one")
     assert gone.startswith(
-        "1 sagas wait for it, and app 'travel' has no such handler of sagas; if it was renamed, give it its name "
-        'back, name="book_trip", or bring it back, or `idem'
+        "1 sagas wait for it, but app 'travel' has no such handler of sagas; if it was renamed, restore its name "
+        'with name="book_trip", or bring it back, or `idem'
     )
 
     findings = json.loads(travel("check", "orphan_travel:app", "--json").stdout)
@@ -110,7 +110,7 @@ def test_move_gives_sagas_to_another_handler_and_leaves_what_is_held(travel: Tra
     travel.begun("c", "shop", "book_trip", None)
     moved = travel("sagas", "move", "travel/book_trip", "travel/book")
     assert moved.stdout == "moved: 1 sagas of travel/book_trip to travel/book\n"
-    assert moved.stderr == "left: 1, which live workers hold; stop those workers, and repeat this\n"
+    assert moved.stderr == "left: 1, which live workers own; stop those workers, and repeat this\n"
     assert travel.sql("select handler, app from idemconsumer.saga order by token desc, handler, app") == [
         ("book", "travel"), ("book_trip", None), ("book_trip", None),
     ]  # fmt: skip
@@ -122,7 +122,7 @@ def test_move_gives_sagas_to_another_handler_and_leaves_what_is_held(travel: Tra
 
 def test_move_says_of_which_handlers_there_are_sagas_if_it_found_none(travel: Travel) -> None:
     """A name that was mistyped looked like a job that was done."""
-    there_are = "travel/trip has no saga that has not ended; there are of: "
+    there_are = "travel/trip has no unfinished sagas; unfinished sagas belong to: "
     none = travel("sagas", "move", "travel/trip", "travel/book")
     assert (none.stdout, none.stderr) == ("moved: 0 sagas of travel/trip to travel/book\n", f"{there_are}none at all\n")
     travel.begun("a", "travel", "book_trip", None)
@@ -136,4 +136,4 @@ def test_move_says_of_which_handlers_there_are_sagas_if_it_found_none(travel: Tr
 def test_move_says_how_a_handler_is_written(travel: Travel, wrong: str) -> None:
     for words in ((wrong, "travel/book"), ("travel/book", wrong)):
         said = travel("sagas", "move", *words, code=Exit.USAGE).stderr
-        assert f"{wrong!r} is no APP/HANDLER; write e.g. shop/book_ride" in said
+        assert f"{wrong!r} is not APP/HANDLER; write e.g. shop/book_ride" in said

@@ -42,7 +42,7 @@ def test_what_check_prints_is_enough_to_run(database: str, private_pgbouncer: Pr
 
     code, said = idemconsumer(tmp_path, pooler.dsn, "run", "--log-format", "console")
     assert code == Exit.USAGE
-    assert re.search(r"^error: database: .* the role must carry them; run: ALTER ROLE .*$", said, re.MULTILINE)
+    assert re.search(r"^error: database: .* the role must have them; run: ALTER ROLE .*$", said, re.MULTILINE)
 
     code, said = idemconsumer(tmp_path, pooler.dsn, "check")
     assert code == Exit.ERROR

@@ -105,7 +105,7 @@ def test_what_was_lost_is_listed_settled_and_released(place: Place, tmp_path: Pa
     body = tmp_path / "receipt.json"
     body.write_bytes(b'{"charge": 1}')
     words = ["settle", A.key.hex()[:12], "--status", "201", "--body", f"@{body}", "--header", "Location: /charges/1"]
-    assert "whoever sends it again gets 201" in place(*words).stdout
+    assert "a repetition gets 201" in place(*words).stdout
     stored = StoredResult(b'{"charge": 1}', "application/json", 201, (("location", "/charges/1"),))
     assert place.record(A.key) == Record(State.COMPLETED, A.fingerprint, stored)
     assert "no lost request has a key that begins with" in place(*words, code=Exit.USAGE).stderr

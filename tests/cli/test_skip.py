@@ -36,7 +36,7 @@ def skipped(dsn: str) -> list[str]:
 
 
 def test_without_a_place_it_lists_where_partitions_stand_still(dsn: str) -> None:
-    assert run(dsn).output == "no partition stands still\n"
+    assert run(dsn).output == "no partition is blocked\n"
     stand_still(dsn, "shop")
     for word in ("kafka:orders/3@4711", "shop", "wrong CRC"):
         assert word in run(dsn).output
@@ -49,7 +49,7 @@ def test_a_place_is_skipped_in_its_group(dsn: str) -> None:
     result = run(dsn, "kafka:orders/3@4711")
     assert (result.exit_code, result.output) == (0, "kafka:orders/3@4711 will be skipped up to 4719 in group shop\n")
     assert skipped(dsn) == ["shop"]
-    assert run(dsn).output == "no partition stands still\n"
+    assert run(dsn).output == "no partition is blocked\n"
 
 
 def test_of_several_groups_one_has_to_be_chosen(dsn: str) -> None:
@@ -67,7 +67,7 @@ def test_of_several_groups_one_has_to_be_chosen(dsn: str) -> None:
         ("orders-3-4711", "write kafka:TOPIC/PARTITION@OFFSET"),
         (
             "kafka:orders/3@4712",
-            "no worker stands still at kafka:orders/3@4712; workers stand still at: kafka:orders/3@4711",
+            "no partition is blocked at kafka:orders/3@4712; blocked: kafka:orders/3@4711",
         ),
     ],
 )

@@ -245,14 +245,14 @@ def large_table(site: Site) -> None:
 @pytest.mark.parametrize(
     ("plant", "subject", "text"),
     [
-        (lambda site: site.saga("a", worker=site.lease(-90)), "lease of old:1", "nobody has taken its 1 sagas"),
+        (lambda site: site.saga("a", worker=site.lease(-90)), "lease of old:1", "no worker has taken its 1 sagas"),
         (lambda site: site.saga("a"), "sagas of shop/book", "no worker runs it"),
         (lambda site: site.saga("a", parked="saga_changed"), "sagas of shop/book", "1 wait for a person"),
         (lambda site: site.saga("a", due=-90), "sagas of shop/book", "1 are due, the first for 9"),
         (lambda site: site.do("select idemconsumer.publish('nobodys', '{}')"), "postgres:nobodys", "no live worker"),
         (
             lambda site: site.do(LATE_DELAYED),
-            "postgres:~~shop/send", "is not taken by shop/send",
+            "postgres:~~shop/send", "shop/send does not take messages",
         ),
         (
             lambda site: site.do(LATE_RETRY),
@@ -307,7 +307,7 @@ def test_what_nobody_prunes_is_said_with_what_to_do(site: Site) -> None:
     assert site("doctor").output == "nothing found\n", "there is nothing to prune"
     site.do("insert into idemconsumer.record (key, scope_id, state, changed_at) values ('', 1, 1, now())")
     found = site("doctor")
-    assert (found.exit_code, "have `idemconsumer prune` run once" in found.output) == (Exit.ERROR, True)
+    assert (found.exit_code, "run `idemconsumer prune` once" in found.output) == (Exit.ERROR, True)
     assert site("prune").exit_code == Exit.DONE
     assert site("doctor").output == "nothing found\n"
 

@@ -11,7 +11,7 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, Ledger
 from tests.support.servers.made import PostgresServer
-from tests.support.servers.postgres import fresh_database
+from tests.support.servers.postgres import fresh_database, lent
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +21,9 @@ def _one_database(postgres18: PostgresServer) -> Iterator[Ledger]:
 
 
 @pytest.fixture
-def ledger(_one_database: Ledger) -> Ledger:
-    """Emptied for each test, which is much faster than making one."""
-    _one_database.clear()
-    return _one_database
+def ledger(_one_database: Ledger) -> Iterator[Ledger]:
+    with lent(_one_database) as ledger:
+        yield ledger
 
 
 @pytest.fixture

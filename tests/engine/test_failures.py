@@ -542,7 +542,7 @@ async def test_a_full_disk_is_nobodys_fault(ledger: Ledger, engine: Engine) -> N
 
 
 @pytest.mark.parametrize("after", ["its claim", "publishing"])
-async def test_a_frozen_worker_cannot_hold_a_key_for_ever(ledger: Ledger, after: str) -> None:
+async def test_a_frozen_worker_cannot_hold_a_key_for_ever(ledger: Ledger, engine: Engine, after: str) -> None:
     store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=4, longest_run=-4.7)  # 0.3 s, by the server
     (given,) = works(pay, 1)
     assert given.call is not None
@@ -551,7 +551,7 @@ async def test_a_frozen_worker_cannot_hold_a_key_for_ever(ledger: Ledger, after:
         if after == "publishing":
             await enqueue(frozen.tx().borrow(), SCHEMA, "emails", [Outgoing(b"lost with the rest")])
         async with asyncio.timeout(PATIENCE):
-            assert (await Engine(store).process(given)).kind == "applied"
+            assert (await engine.process(given)).kind == "applied"
         with pytest.raises(Interrupted):
             await frozen.complete([], [])
     assert (ledger.effects, ledger.run("select 1 from idemconsumer.queue")) == (["1"], [])

@@ -192,7 +192,7 @@ async def test_a_processor_that_raises_costs_no_message(
         assert kinds(await engine.run(traced(handle, 1, 2))) == ["applied"] * 2
         assert kinds(await engine.run(traced(handle, 3, 4))) == ["applied"] * 2
     assert ledger.effects == ["1", "2", "3", "4"]
-    assert times(logged, "tracing fails, going on without") == 1
+    assert times(logged, "tracing failed, continuing without it") == 1
     assert not trace.get_current_span().get_span_context().is_valid, "nothing stays current"
 
 
@@ -210,4 +210,4 @@ async def test_so_does_a_propagator_that_raises(
     monkeypatch.setattr(propagate, "_HTTP_TEXT_FORMAT", Broken())
     assert kinds(await engine.run(traced(acting(), 1, 2))) == ["applied"] * 2
     assert engine.tracing.carried({"a": "b"}) == {"a": "b"}
-    assert times(logged, "tracing fails, going on without") == 1
+    assert times(logged, "tracing failed, continuing without it") == 1

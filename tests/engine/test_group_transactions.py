@@ -294,7 +294,7 @@ async def test_two_groups_that_deadlock_both_come_through_without_an_attempt(
         await write(tx, order["id"])
         if order["meet"] and not meeting.broken:
             try:  # only when they first meet: each then wants the row that the other has
-                await asyncio.wait_for(meeting.wait(), 2)
+                await asyncio.wait_for(meeting.wait(), PATIENCE)
                 await meeting.abort()
             except asyncio.BrokenBarrierError:
                 pass

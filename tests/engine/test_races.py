@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import psycopg
@@ -87,7 +88,7 @@ def transactions(ledger: Ledger) -> set[tuple[Any, ...]]:
 
 
 async def test_rivals_of_two_processes_meet_in_the_database(
-    ledger: Ledger, store: PostgresStore, meeting: Meeting
+    ledger: Ledger, store: PostgresStore, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @idempotent_handler(SOURCE, key="id", group_size=8)
     async def held(order: dict[str, Any], tx: Tx) -> str:
@@ -96,10 +97,20 @@ async def test_rivals_of_two_processes_meet_in_the_database(
         return "paid"
 
     other = await PostgresStore.open(ledger.dsn, SCHEMA, connections=8, longest_run=30.0)
+    transaction, refused = other.transaction, asyncio.Event()
+
+    @asynccontextmanager
+    async def met(**given: Any) -> AsyncIterator[Any]:
+        async with transaction(**given) as claims:
+            yield claims
+        refused.set()
+
+    monkeypatch.setattr(other, "transaction", met)
     async with asyncio.timeout(PATIENCE):
         first = asyncio.create_task(Engine(store).run(works(held, 1, 2, 3)))
         await meeting.running.wait()
         second = asyncio.create_task(Engine(other).run(works(held, 3, 2, 1), defer=False))
+        await refused.wait()
         done, _ = await asyncio.wait({first, second}, timeout=0.2)
         assert not done
         meeting.go_on.set()

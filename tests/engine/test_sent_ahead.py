@@ -22,6 +22,7 @@ from idemconsumer.handlers.decorator import Handler
 from idemconsumer.rules import habits
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
+from tests.support.clock import forward
 from tests.support.flights import Cost, Wire
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works
 from tests.support.tuning import tuned
@@ -435,7 +436,7 @@ async def test_what_was_read_by_a_wait_that_was_cut_off_decides_nothing(ledger: 
         if order["id"] == "slow":
             await tx.send("select pg_sleep(1)")
             return
-        async with asyncio.timeout(0.2):
+        async with asyncio.timeout(0.2 if runs["quick"] == 1 else None):
             await (await tx.execute("select 1")).one()
 
     assert await decided(engine, works(waits, "slow", "quick")) == ["applied"] * 2
@@ -447,7 +448,7 @@ async def test_what_was_read_by_a_wait_that_was_cut_off_decides_nothing(ledger: 
 async def test_who_was_out_of_time_since_he_waited_for_the_statements_of_others_has_not_failed(
     ledger: Ledger, engine: Engine
 ) -> None:
-    @idempotent_handler(SOURCE, key="id", group_size=8, timeout="500ms")
+    @idempotent_handler(SOURCE, key="id", group_size=8, timeout="20s")
     async def waits(order: dict[str, Any], tx: Tx) -> None:
         runs[order["id"]] += 1
         if order["id"] == "first":
@@ -455,6 +456,7 @@ async def test_who_was_out_of_time_since_he_waited_for_the_statements_of_others_
             return
         await (await tx.execute("select 1")).one()
         if runs["second"] == 1:
+            forward(20.0)
             await asyncio.Event().wait()  # as if the rest of its time were too little
 
     assert await decided(engine, works(waits, "first", "second")) == ["applied"] * 2
@@ -599,12 +601,12 @@ async def test_what_was_sent_takes_no_longer_than_the_timeout_of_its_handler(
 
 
 async def test_each_message_of_a_group_has_its_own_time_for_what_it_sent(ledger: Ledger, engine: Engine) -> None:
-    @idempotent_handler(SOURCE, key="id", group_size=8, timeout="1s")
+    @idempotent_handler(SOURCE, key="id", group_size=16, timeout="3s")
     async def sends(order: dict[str, Any], tx: Tx) -> None:
         runs[order["id"]] += 1
-        await tx.send("select pg_sleep(0.6)")
+        await tx.send("select pg_sleep(0.2)")
 
-    assert await decided(engine, works(sends, *"abc")) == ["applied"] * 3
+    assert await decided(engine, works(sends, *range(16))) == ["applied"] * 16
     assert max(runs.values()) == 1
 
 
@@ -663,7 +665,7 @@ async def test_a_task_that_goes_on_after_its_handler_sends_nothing_behind_the_se
     assert written(ledger) == []
 
 
-async def test_a_worker_that_freezes_between_two_statements_is_cut_off(ledger: Ledger) -> None:
+async def test_a_worker_that_freezes_between_two_statements_is_cut_off(ledger: Ledger, engine: Engine) -> None:
     """As J6 and J11 have it: the server has answered what was sent, and hears nothing more."""
     store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=4, longest_run=-4.7)  # 0.3 s, by the server
     (given,) = works(writes, "a")
@@ -674,7 +676,7 @@ async def test_a_worker_that_freezes_between_two_statements_is_cut_off(ledger: L
         await tx.send(INSERT, ("a",))
         await asyncio.sleep(0)  # the handler waits for something else, so that the statement is on its way
         async with asyncio.timeout(PATIENCE):
-            assert (await Engine(store).process(given)).kind == "applied"
+            assert (await engine.process(given)).kind == "applied"
         await tx.send(INSERT, ("b",))
         with pytest.raises(RunEagerly):
             await frozen.settled(late=False)
@@ -688,7 +690,7 @@ async def test_a_worker_that_freezes_between_two_statements_is_cut_off(ledger: L
     ids=["parameters", "text"],
 )
 async def test_a_worker_that_freezes_behind_a_statement_of_which_the_server_has_a_part_is_cut_off(
-    ledger: Ledger, large: str, params: tuple[str, ...] | None
+    ledger: Ledger, engine: Engine, large: str, params: tuple[str, ...] | None
 ) -> None:
     """It counts no idle time in the midst of one, so none is left there."""
     store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=4, longest_run=-3.0)  # 2 s, by the server
@@ -700,7 +702,7 @@ async def test_a_worker_that_freezes_behind_a_statement_of_which_the_server_has_
         await tx.send("select pg_sleep(0.2)")  # meanwhile the server reads nothing
         await tx.send(large, params)
         async with asyncio.timeout(PATIENCE):
-            assert (await Engine(store).process(given)).kind == "applied"
+            assert (await engine.process(given)).kind == "applied"
     assert written(ledger) == ["a"]
     await store.close()
 
@@ -715,7 +717,11 @@ async def test_a_worker_that_freezes_behind_a_statement_of_which_the_server_has_
     ids=["parameters", "text", "many"],
 )
 async def test_nothing_that_the_server_has_a_part_of_is_without_a_sync(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, statement: str, params: tuple[Any, ...] | None
+    ledger: Ledger,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    statement: str,
+    params: tuple[Any, ...] | None,
 ) -> None:
     """A worker may freeze before its loop comes to that."""
     store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=4, longest_run=-4.0)  # 1 s, by the server
@@ -734,7 +740,7 @@ async def test_nothing_that_the_server_has_a_part_of_is_without_a_sync(
             freezing.setattr(loop, "call_soon", but_no_push)
             await tx.send(statement, params)
         async with asyncio.timeout(PATIENCE):
-            assert (await Engine(store).process(given)).kind == "applied"
+            assert (await engine.process(given)).kind == "applied"
     await store.close()
 
 

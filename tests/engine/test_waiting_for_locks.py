@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, LiteralString
+from typing import Any, LiteralString, TypeVar
 
 import psycopg
 import pytest
@@ -19,6 +19,7 @@ from tests.support.ledger import SOURCE, Ledger, kinds, to_the_end, works, write
 from tests.support.waiting import PATIENCE, until
 
 Wait = Callable[[Tx], Awaitable[object]]
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -61,12 +62,17 @@ async def with_another_error(tx: Tx) -> None:
 
 
 async def by_a_statement_timeout(tx: Tx) -> None:
-    await tx.execute("set local statement_timeout = '50ms'")
+    """A short one while somebody else holds the row."""
+    await tx.execute(
+        "select set_config('statement_timeout', case count(*) when 0 then '0' else '50ms' end, true)"
+        " from pg_stat_activity"
+        " where datname = current_database() and backend_xid is not null and pid <> pg_backend_pid()"
+    )
     await by_tx(tx)
 
 
 def waiting(wait: Wait, **options: Any) -> Handler[..., Any]:
-    given: Any = {"timeout": "300ms", "max_attempts": 1} | options
+    given: Any = {"timeout": "300ms", "max_attempts": 1} | options  # of what is to run out by itself
 
     @idempotent_handler(SOURCE, key="id", **given)
     async def take(order: dict[str, Any], tx: Tx) -> None:
@@ -76,6 +82,27 @@ def waiting(wait: Wait, **options: Any) -> Handler[..., Any]:
     return take
 
 
+class TimeIsUp:
+    """The time of a run, LIMIT, is over once it waits for a lock, and not before, however slow the machine is."""
+
+    def __init__(self, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = asyncio.get_running_loop()
+        real = loop.time
+        self._ledger = ledger
+        self._moved = 0.0
+        monkeypatch.setattr(loop, "time", lambda: real() + self._moved)
+
+    async def of(self, running: Awaitable[T]) -> T:
+        """Of a second run too, which there is if statements were sent ahead in the first one."""
+        task = asyncio.ensure_future(running)
+        while not task.done():
+            if self._ledger.run("select 1 from pg_locks where not granted"):
+                self._moved += LIMIT
+            await asyncio.wait((task,), timeout=0.05)
+        return await task
+
+
+LIMIT = 5.0  # seconds
 ROW, TABLE = "update stock set qty = 0", "lock table stock"
 
 
@@ -92,34 +119,41 @@ ROW, TABLE = "update stock set qty = 0", "lock table stock"
     ],
 )
 async def test_a_timeout_while_a_lock_is_waited_for_is_a_collision(
-    ledger: Ledger, engine: Engine, stock: psycopg.Connection, wait: Wait, what: LiteralString
+    ledger: Ledger,
+    engine: Engine,
+    stock: psycopg.Connection,
+    wait: Wait,
+    what: LiteralString,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stock.execute(what)
-    group = works(waiting(wait, timeout="1s" if wait is after_some_work else "300ms"), *range(3))
-    async with asyncio.timeout(PATIENCE):
-        for work in group:
-            outcomes = [await engine.process(work) for _ in range(2)]
-            assert [outcome.reason for outcome in outcomes] == ["contention"] * 2
-        stock.rollback()
-        assert kinds(await to_the_end(engine, group)) == ["applied"] * 3
+    group = works(waiting(wait, timeout=f"{LIMIT}s"), *range(3))
+    time_is_up = TimeIsUp(ledger, monkeypatch)
+    for work in group:
+        for _ in range(2):
+            running = engine.process(work)
+            outcome = await (running if wait is by_a_statement_timeout else time_is_up.of(running))
+            assert outcome.reason == "contention"
+    stock.rollback()
+    assert kinds(await to_the_end(engine, group)) == ["applied"] * 3
     assert (ledger.effects, ledger.letters, ledger.attempts) == (["0", "1", "2"], [], [])
     assert ledger.run("select qty from stock") == [(3,)]
 
 
 async def test_a_batch_that_waits_for_a_lock_costs_no_attempt(
-    ledger: Ledger, engine: Engine, stock: psycopg.Connection
+    ledger: Ledger, engine: Engine, stock: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @idempotent_handler(SOURCE, key="id", timeout="300ms", max_attempts=1, group_size=4)
+    @idempotent_handler(SOURCE, key="id", timeout=f"{LIMIT}s", max_attempts=1, group_size=4)
     async def take(orders: Batch[dict[str, Any]], tx: Tx) -> None:
         await tx.execute("set local lock_timeout = '10s'")
         await by_tx(tx)
 
     stock.execute("lock table stock")
     group = works(take, *range(4))
-    async with asyncio.timeout(PATIENCE):
-        assert {outcome.reason for outcome in await engine.run(group)} == {"contention"}
-        stock.rollback()
-        assert kinds(await to_the_end(engine, group)) == ["applied"] * 4
+    outcomes = await TimeIsUp(ledger, monkeypatch).of(engine.run(group))
+    assert {outcome.reason for outcome in outcomes} == {"contention"}
+    stock.rollback()
+    assert kinds(await to_the_end(engine, group)) == ["applied"] * 4
 
 
 # -------------------------------------------------------------------------------------------------- and what is no wait

@@ -360,7 +360,7 @@ def test_options_are_resolved_to_seconds() -> None:
         ("max_attempts", 0, "write a whole number from 1"),
         ("max_attempts", "5", "write a whole number from 1"),
         ("consumer_group", "", "write a string"),
-        ("version", "*", 'is "*", which marks sagas that a person let go on; write e.g. "2"'),
+        ("version", "*", 'is "*", which marks sagas that a person resumed; write e.g. "2"'),
         ("retain", "14", "write a number with its unit"),
         ("retain", 0, "is zero"),
         ("timeout", "0s", "is zero"),
@@ -394,7 +394,7 @@ def test_the_pauses_of_a_saga_are_bounded_only_where_they_hold_its_delivery(opti
     handler(book, **options)
     handler(book, settle="finished", backoff=Backoff(1, 2, 60), max_attempts=5)  # it never gets there
     refused = refusal(book, settle="finished", **options)
-    assert refused.endswith('or write settle="claimed", which settles a message meanwhile')
+    assert refused.endswith('or write settle="claimed", which settles the message at its claim')
 
 
 def test_what_is_taken_from_the_offset_needs_kafka() -> None:
@@ -603,7 +603,7 @@ def test_what_is_begun_from_code_is_in_no_envelope_and_is_json() -> None:
     assert bound(book, decode=lambda body, message: Order("no")).call_for(begun).payload == Order("a")
     given: Any = {"fingerprint": "order.id", "decode": lambda body, message: Opaque("no")}
     other = bound(book_opaque, key="order.id", **given)
-    with pytest.raises(BadMessage, match="cannot be begun from code"):
+    with pytest.raises(BadMessage, match="cannot be started from code"):
         other.call_for(msgspec.structs.replace(begun, source="postgres:~shop/book_opaque"))
 
 

@@ -30,6 +30,8 @@ AWS = "https://sqs.eu-west-1.amazonaws.com/123456789012/orders.fifo"
                          url="http://localhost:9324/000000000000/orders", endpoint="http://localhost:9324"),
         ),
         ("1/orders", None),
+        ("o" * 81, None),
+        ("bestellungen für alle", None),
         ("arn:aws:sqs:eu-west-1:12:orders", None),
         ("arn:aws:sns:eu-west-1:123456789012:orders", None),
         ("ftp://host/orders", None),

@@ -175,8 +175,8 @@ class Nested(BaseModel):
 LOST = [
     (ValidatedByAlias, r"'order_id' of ValidatedByAlias is written as 'order_id' and read as 'orderId'; write Field"),
     (ValidatedByPath, r"is written as 'order_id' and read as 'order\.id'; write model_config = ConfigDict\(populate"),
-    (Excluded, "'note' of Excluded is left out when it is written; remove exclude=True"),
-    (Secret, "'token' of Secret is a secret, of which only asterisks are written; leave it out, or say how"),
+    (Excluded, "'note' of Excluded is left out of what is written; remove exclude=True"),
+    (Secret, "'token' of Secret is a secret, and only asterisks are written for it; leave it out, or write it"),
     (Nested, "'token' of Secret is a secret"),
 ]  # fmt: skip
 

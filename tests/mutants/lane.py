@@ -25,7 +25,8 @@ from tests.support import ROOT
 from tests.support.servers.postgres import cheap_passwords
 
 _COPIED: Final = (
-    "idemconsumer", "migrations", "tests", "docs", "examples", "deploy", "benchmarks", "pyproject.toml", "Makefile",
+    "idemconsumer", "migrations", "tests", "docs", "examples", "deploy", "benchmarks", "manual", "pyproject.toml",
+    "Makefile",
     "README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md",
 )  # fmt: skip
 _STRAYS_SECONDS: Final = 10.0

@@ -30,7 +30,7 @@ async def order(order: dict[str, Any], tx: Tx) -> int:
     return os.getpid()
 
 
-@app.idempotent_handler("memory:rides", key="id", lease="2s")
+@app.idempotent_handler("memory:rides", key="id", lease="20s")
 async def ride(ride: dict[str, Any], saga: Saga) -> int:
     return await saga.call("charged", charge)
 
@@ -48,7 +48,7 @@ async def forking(order: dict[str, Any], tx: Tx) -> int:
     return fork()
 
 
-@app.idempotent_handler("memory:forking-rides", key="id", lease="2s")
+@app.idempotent_handler("memory:forking-rides", key="id", lease="20s")
 async def forking_ride(ride: dict[str, Any], saga: Saga) -> int:
     return await saga.call("forked", fork_in_a_step)
 

@@ -86,7 +86,7 @@ class Directed:
             case ["raise"]:
                 raise RuntimeError("the pool is misbuilt,\non two lines")
             case ["leave"]:
-                leave_as_killed("the event loop stands still", where="here")
+                leave_as_killed("event loop blocked", where="here")
             case ["exit", code]:
                 os._exit(int(code))
             case ["finish"]:

@@ -28,7 +28,7 @@ from tests.support.brokers import Brokers
 from tests.support.ledger import Ledger
 from tests.support.pids import alive, children
 from tests.support.servers.made import PostgresServer, Server
-from tests.support.servers.postgres import fresh_database
+from tests.support.servers.postgres import fresh_database, lent
 from tests.support.servers.proxy import Proxy
 from tests.support.waiting import PATIENCE, until
 
@@ -42,9 +42,9 @@ def _database(postgres18: PostgresServer) -> Iterator[Ledger]:
 
 
 @pytest.fixture
-def ledger(_database: Ledger) -> Ledger:
-    _database.clear()
-    return _database
+def ledger(_database: Ledger) -> Iterator[Ledger]:
+    with lent(_database) as ledger:
+        yield ledger
 
 
 @pytest.fixture

@@ -156,9 +156,9 @@ async def test_a_worker_that_crashes_too_often_ends_everything_with_exit_3(stage
 @pytest.mark.parametrize(
     ("order", "said"),
     [
-        ("die", "by SIGKILL: killed from outside, perhaps for its memory"),
+        ("die", "by SIGKILL: killed from outside, perhaps by the out-of-memory killer"),
         ("raise", "with code 1: RuntimeError: the pool is misbuilt, on two lines"),
-        ("leave", "with code 1: the event loop stands still, where: here"),
+        ("leave", "with code 1: event loop blocked, where: here"),
         ("exit 9", "with code 9"),
     ],
 )

@@ -19,7 +19,7 @@ LOCKS = Holder(4711, "psql", "ann", "active", "LOCK TABLE orders", SINCE)
             Holder(7, "psql", "ann", "idle in transaction", "update orders set n = 1", SINCE),
             f"pid 7 (psql, ann), idle in transaction after `update orders set n = ?`, in a transaction since {SINCE}",
         ),
-        (Holder(7, "report"), "pid 7 (report), doing what this role may not see"),
+        (Holder(7, "report"), "pid 7 (report), in a state that this role may not see"),
         (Holder(0), "a prepared transaction, see pg_prepared_xacts"),
     ],
 )
@@ -49,7 +49,7 @@ def test_each_cause_is_a_condition_of_its_own() -> None:
     assert [(each.by, each.seconds) for each in found] == [
         (HeldUp.DATABASE_AWAY, 1.0), (HeldUp.SOURCE_AWAY, 3.0), (HeldUp.LOCKED, 4.0), (HeldUp.FAILS, 30.0),
     ]  # fmt: skip
-    assert found[1].text == "kafka:a and kafka:b are away"
+    assert found[1].text == "kafka:a and kafka:b are unreachable"
     assert found[2].text == f"waits for a lock, held by {LOCKS}; it has waited"
     assert found[3].text == (
         "all messages fail: 12 runs in a row, the last one with ZeroDivisionError at shop.py:7 take; they have failed"

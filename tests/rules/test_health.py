@@ -16,7 +16,7 @@ def standing(phase: Phase = Phase.CONSUMING, silent: float = 1.0, **more: object
 @pytest.mark.parametrize("phase", [Phase.STARTING, Phase.CONSUMING, Phase.DRAINING])
 def test_a_worker_that_says_nothing_for_longer_than_it_may_is_against_life(phase: Phase) -> None:
     assert against_life([standing(phase, 31.0)]) == []
-    assert against_life([standing(phase, 40.0)]) == ["worker 0: its event loop has stood still for 40 s"]
+    assert against_life([standing(phase, 40.0)]) == ["worker 0: its event loop has been blocked for 40 s"]
 
 
 def test_what_the_launcher_or_a_server_will_mend_is_not() -> None:
@@ -33,7 +33,7 @@ def test_a_poll_that_does_not_come_back_is_and_so_is_a_launcher_that_gives_up() 
 def test_ready_is_who_consumes_with_all_workers_and_does_not_stop() -> None:
     assert against_readiness([standing()], 1, stopping=False) == []
     assert against_readiness([standing()], 1, stopping=True) == ["the launcher is stopping"]
-    assert against_readiness([standing()], 2, stopping=False) == ["worker 1 has not begun"]
+    assert against_readiness([standing()], 2, stopping=False) == ["worker 1 has not started"]
     assert against_readiness([standing(Phase.STARTING)], 1, stopping=False) == ["worker 0 is starting"]
     waits = [standing(lacking=["orders", "the database"])]
     assert against_readiness(waits, 1, stopping=False) == [

@@ -14,7 +14,7 @@ from tests.support.inside import own_pool
 from tests.support.points import Points
 from tests.support.sagas import SCHEMA, Bench, OpenStation, Remote, Station
 from tests.support.servers.made import PostgresServer
-from tests.support.servers.postgres import fresh_database
+from tests.support.servers.postgres import fresh_database, lent
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,9 @@ def _one_database(postgres18: PostgresServer) -> Iterator[Bench]:
 
 
 @pytest.fixture
-def bench(_one_database: Bench) -> Bench:
-    """Emptied for each test, which is much faster than making one."""
-    _one_database.clear()
-    return _one_database
+def bench(_one_database: Bench) -> Iterator[Bench]:
+    with lent(_one_database) as bench:
+        yield bench
 
 
 @pytest.fixture

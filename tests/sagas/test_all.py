@@ -13,6 +13,7 @@ import pytest
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.rules.values import State
+from tests.support.inside import when_stopped
 from tests.support.sagas import SCHEMA, Bench, Remote, Station, order, put, saga, take_back
 from tests.support.waiting import until
 
@@ -93,16 +94,16 @@ async def test_what_ran_before_a_failure_is_not_run_again(bench: Bench, one: Sta
 
 
 async def test_after_a_rejection_those_in_flight_finish_and_the_others_do_not_begin(
-    bench: Bench, one: Station, remote: Remote
+    bench: Bench, one: Station, remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rejected = asyncio.Event()
+    when_stopped(monkeypatch, rejected.set)
 
     async def charge(step: Step, name: str) -> str:
         await rejected.wait()
         return await remote.charge(step, name)
 
     async def refused(tx: Tx) -> None:
-        asyncio.get_running_loop().call_later(0.05, rejected.set)
         raise Reject("full")
 
     async def book(order: dict[str, Any], saga: Saga) -> None:
@@ -117,15 +118,17 @@ async def test_after_a_rejection_those_in_flight_finish_and_the_others_do_not_be
     gc.collect()  # what was never begun is closed: it would warn now
 
 
-async def test_a_branch_of_several_steps_takes_no_new_one_after_a_rejection(bench: Bench, one: Station) -> None:
+async def test_a_branch_of_several_steps_takes_no_new_one_after_a_rejection(
+    bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rejected = asyncio.Event()
+    when_stopped(monkeypatch, rejected.set)
 
     async def slow(tx: Tx, name: str) -> str:
         await rejected.wait()
         return await put(tx, name)
 
     async def refused(tx: Tx) -> None:
-        asyncio.get_running_loop().call_later(0.05, rejected.set)
         raise Reject("full")
 
     async def two_steps(saga: Saga) -> None:
@@ -210,16 +213,10 @@ async def test_an_undo_asks_for_every_recorded_branch_whatever_the_limit_is_now(
 ) -> None:
     """Exhausted with the first ones unfinished; a deployment lowers the limit, and the unfinished ones come first."""
     fails = [ValueError("once")]
-    others = asyncio.Event()
 
     async def broken(tx: Tx) -> None:
-        await others.wait()
+        await until(lambda: "line_2" in bench.steps)
         raise ValueError
-
-    async def mark(tx: Tx, name: str) -> str:
-        if name == "2":
-            asyncio.get_running_loop().call_later(0.05, others.set)
-        return await put(tx, name)
 
     async def undo(tx: Tx, output: str, name: str) -> None:
         if fails:
@@ -229,7 +226,7 @@ async def test_an_undo_asks_for_every_recorded_branch_whatever_the_limit_is_now(
     def handler(limit: int) -> Any:
         async def book(order: dict[str, Any], saga: Saga) -> None:
             steps: list[Any] = [saga.tx(f"broken_{n}", broken, max_attempts=1) for n in range(2)]
-            steps += [saga.tx(f"line_{n}", mark, str(n), undo=undo) for n in range(3)]
+            steps += [saga.tx(f"line_{n}", put, str(n), undo=undo) for n in range(3)]
             await saga.all(steps, limit=limit)
 
         return saga(book)
@@ -390,17 +387,17 @@ async def test_a_rejection_does_not_wait_for_what_only_waits(bench: Bench, one: 
 
 
 async def test_a_replay_begins_nothing_that_the_rejection_had_kept_from_beginning(
-    bench: Bench, one: Station, two: Station
+    bench: Bench, one: Station, two: Station, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first place has a recorded step, and could take the next one before the second has come to the rejection."""
     refused = asyncio.Event()
+    when_stopped(monkeypatch, refused.set)
     fails = [ValueError("once")]
 
     async def slow(tx: Tx) -> None:
         await refused.wait()
 
     async def no(tx: Tx) -> None:
-        asyncio.get_running_loop().call_later(0.05, refused.set)
         raise Reject("no")
 
     async def book(order: dict[str, Any], saga: Saga) -> None:
@@ -428,7 +425,7 @@ async def test_a_call_that_was_cut_off_beside_a_rejection_is_made_again_before_t
         output = await remote.charge(step, name)
         began.set()
         if fails:
-            await asyncio.sleep(0.1)  # the rejection is recorded meanwhile
+            await until(lambda: "no" in bench.steps, "the rejection is recorded")
             raise fails.pop()
         return output
 

@@ -117,7 +117,7 @@ async def test_an_answer_that_a_later_step_was_given_stands(bench: Bench, two: S
     assert bench.effects == ["a", "ch_17"]
     assert (await two.resume(saga(other))).kind is OutcomeKind.DEAD
     assert bench.letters == ["saga_changed"]
-    with pytest.raises(ConfigurationError, match="step 'b' is no call of unknown outcome"):
+    with pytest.raises(ConfigurationError, match="step 'b' is not a call of unknown outcome"):
         await decide(bench, "b", NotDone())
 
 
@@ -135,14 +135,14 @@ async def test_what_a_worker_has_recorded_is_not_corrected(bench: Bench, one: St
     await one.deliver(saga(book))
     assert (await one.resume(saga(other))).kind is OutcomeKind.DEAD
     assert bench.letters == ["saga_changed"]
-    with pytest.raises(ConfigurationError, match="step 'b' is no call of unknown outcome; such are: no step"):
+    with pytest.raises(ConfigurationError, match="step 'b' is not a call of unknown outcome; these are: no step"):
         await decide(bench, "b", NotDone())
 
 
 @pytest.mark.usefixtures("parked")
 async def test_nothing_else_is_decided(bench: Bench, one: Station, two: Station, booking: BoundHandler) -> None:
     for name in ("a", "nothing"):
-        with pytest.raises(ConfigurationError, match=f"step '{name}' is no call of unknown outcome; such are: 'b'"):
+        with pytest.raises(ConfigurationError, match=f"step '{name}' is not a call of unknown outcome; these are: 'b'"):
             await decide(bench, name, Done(None))
     assert bench.letters == ["unknown_effect"]
     await SagaAdmin(bench.dsn, SCHEMA).resume(bench.run("select key from idemconsumer.saga")[0][0], by="ann")
@@ -177,7 +177,7 @@ async def test_an_answer_about_another_attempt_is_refused(
     ((key,),) = bench.run("select key from idemconsumer.saga")
     admin = SagaAdmin(bench.dsn, SCHEMA)
     assert [step.attempts for step in (await admin.saga(key)).steps] == [2]
-    with pytest.raises(ConfigurationError, match="of step 'b' attempt 2 is open, and not 1: the answer is out of date"):
+    with pytest.raises(ConfigurationError, match="attempt 2 of step 'b' is open, not 1, so the answer is out of date"):
         await admin.decide(key, "b", answer, attempt=1, by="ann")
     assert bench.letters == ["unknown_effect"]
     await admin.decide(key, "b", answer, attempt=2, by="ann")

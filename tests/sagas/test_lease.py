@@ -337,7 +337,7 @@ async def test_a_worker_whose_loop_stands_still_is_ended_and_its_end_counts(benc
     async with asyncio.timeout(50):  # it hogs the loop for a minute
         said, _ = await process.communicate()
     assert process.returncode == 1, said.decode()
-    assert b"the event loop stands still, leaving as if killed" in said
+    assert b"event loop blocked, exiting as if killed" in said
     assert b"in hog" in said
     one.register(bench)
     taken: list[LeasedSaga] = []

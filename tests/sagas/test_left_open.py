@@ -91,9 +91,9 @@ async def test_a_process_ends_with_sagas_in_flight_and_leaves_them_to_be_resumed
     assert await asyncio.to_thread(runs_to_its_end, main())
     ending, told = (
         False,
-        [each["instead"] for each in logged.entries if each["event"].startswith("the event loop ends")],
+        [each["instead"] for each in logged.entries if each["event"].startswith("event loop ended")],
     )
-    instead = "write `async with app:` around what uses it, or `await app.close()` behind that"
+    instead = "write `async with app:` around the code that uses it, or `await app.close()` after it"
     assert told == ([] if closed else [instead])
     assert len(bench.run("select 1 from idemconsumer.worker")) == 1
     bench.run("update idemconsumer.worker set until = clock_timestamp() - interval '1 second'")

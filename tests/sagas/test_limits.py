@@ -236,7 +236,7 @@ async def test_a_timeout_while_a_lock_is_waited_for_costs_no_attempt(
         await saga.tx("s", take)
 
     options: Any = {"reconcile": ask} if what == "a question" else {}
-    handler = saga(book, max_attempts=2, timeout="300ms", **options)
+    handler, patient = (saga(book, max_attempts=2, timeout=each, **options) for each in ("300ms", "20s"))
     async with locked(bench, "lock table effect") as rival:
         if what == "a question":
             await lost(bench, one, handler)
@@ -246,6 +246,6 @@ async def test_a_timeout_while_a_lock_is_waited_for_costs_no_attempt(
         outcomes += [await two.resume(handler) for _ in range(2)]
         assert {outcome.kind for outcome in outcomes} == {OutcomeKind.RETRYING}
         await rival.rollback()
-        *_, last = await two.to_the_end(handler, outcomes[-1])
+        *_, last = await two.to_the_end(patient, outcomes[-1])
     assert last.kind is (OutcomeKind.FAILED if what == "an undo" else OutcomeKind.APPLIED)
     assert bench.effects == ["taken"]

@@ -13,6 +13,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
+from tests.support.inside import patient_unless
 from tests.support.points import Points
 from tests.support.sagas import Bench, OpenStation, Remote, SagaFn, Station, order, put, saga, take_back
 from tests.support.servers.proxy import Proxy, Trap
@@ -63,6 +64,7 @@ async def line(
 ) -> AsyncIterator[Line]:
     tuned(monkeypatch, lookout_pause=0.05, pool_patience=0.8, spare_answer_time=-1000.0)
     async with Proxy(int(str(conninfo_to_dict(bench.dsn)["port"]))) as proxy:
+        patient_unless(monkeypatch, proxy.silences)
         dsn = make_conninfo(bench.dsn, host="127.0.0.1", port=proxy.port)
         station = await open_station(points, dsn=dsn)
 

@@ -11,6 +11,7 @@ from idemconsumer import Done, NotDone, OutcomeKind, Retry, Saga, Step, Tx, Unkn
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.rules.saga import overdue_in
 from idemconsumer.rules.values import State
+from tests.support.clock import over_time
 from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
 from tests.support.waiting import PATIENCE
 
@@ -149,16 +150,19 @@ async def test_a_saga_that_may_not_run_is_not_asked_about(bench: Bench, one: Sta
 
 @pytest.mark.parametrize("place", ["in a step", "between steps"])
 async def test_a_run_is_cut_off_at_the_limit(bench: Bench, one: Station, place: str) -> None:
-    async def never(step: Step) -> None:
+    begun = asyncio.Event()
+
+    async def never(*_: Step) -> None:
+        begun.set()
         await asyncio.Event().wait()
 
     async def book(order: dict[str, Any], saga: Saga) -> None:
-        await (saga.call("never", never) if place == "in a step" else asyncio.Event().wait())
+        await (saga.call("never", never) if place == "in a step" else never())
 
-    handler = saga(book, max_duration="0.3s", timeout="10m")
-    async with asyncio.timeout(30):
-        outcomes = await one.to_the_end(handler, await one.deliver(handler))
-    assert [outcome.kind for outcome in outcomes] == [OutcomeKind.RETRYING, OutcomeKind.DEAD]
+    handler = saga(book, max_duration=20.0, timeout="10m")
+    assert (await over_time(one.deliver(handler), 20.0, begun.is_set)).kind is OutcomeKind.RETRYING
+    age(bench)
+    assert (await one.resume(handler)).kind is OutcomeKind.DEAD
     assert bench.letters == ["max_duration"]
 
 
@@ -191,12 +195,16 @@ async def test_a_wait_without_an_end_lasts_no_longer(bench: Bench, one: Station)
 async def test_it_cuts_off_a_step_of_a_task_whatever_counts_as_a_refusal(bench: Bench, one: Station) -> None:
     """The end of the handler's task counted as one, and the step was waited for."""
 
+    begun = asyncio.Event()
+
     async def hangs(step: Step) -> None:
+        begun.set()
         await asyncio.Event().wait()
 
     async def book(order: dict[str, Any], saga: Saga) -> None:
         await asyncio.wait([asyncio.create_task(saga.call("hangs", hangs))])
 
+    handler = saga(book, fail_on=(Exception,), max_duration=20.0, timeout="10m")
     async with asyncio.timeout(PATIENCE):
-        outcome = await one.deliver(saga(book, fail_on=(Exception,), max_duration="0.2s", timeout="10m"))
+        outcome = await over_time(one.deliver(handler), 20.0, begun.is_set)
     assert (outcome.kind, outcome.error) == (OutcomeKind.RETRYING, "_Overdue")

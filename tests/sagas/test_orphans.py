@@ -38,10 +38,10 @@ RUNS = {"app": "shop", "handler": "book", "version": "1"}
         (
             waiting(handler="gone"),
             [[RUNS]],
-            "app 'shop' has no such handler of sagas; if it was renamed, give it its name back, name=\"gone\"",
+            "app 'shop' has no such handler of sagas; if it was renamed, restore its name with name=\"gone\"",
         ),
         (waiting(handler="gone", version=None), [[RUNS]], "3 sagas wait for it"),
-        (waiting(app="other"), [[RUNS]], "3 sagas of app 'other' wait for it, and no worker runs it"),
+        (waiting(app="other"), [[RUNS]], "3 sagas of app 'other' wait for it, but no worker runs it"),
         (waiting(app="other"), [[{**RUNS, "app": "other"}]], None),
         (started(), [], None),
         (started(handler="gone"), [[RUNS]], "3 sagas of app 'shop' that others have started wait to begin"),

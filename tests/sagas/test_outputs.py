@@ -201,7 +201,7 @@ async def no_json(step: Step) -> int:
     ("fn", "why"),
     [
         (number, "returned a str, which a resume could not read: Expected `int`, got `str`"),
-        (nan, "a result of type float has a number in it that is NaN"),
+        (nan, "a result of type float contains a number that is NaN"),
         (was_to_return_nothing, "Expected `null`, got `str`"),
         (no_bytes, "Expected bytes, got JSON"),
         (no_json, "Expected JSON, got bytes"),

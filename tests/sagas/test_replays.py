@@ -310,7 +310,7 @@ async def test_a_handler_that_waits_for_what_never_comes_is_told() -> None:
 
     verdict = await replayed(book, history())
     assert (verdict.goes_on, verdict.then) == (False, "another attempt")
-    assert "did not come to its next step" in str(verdict.why)
+    assert "did not reach its next step" in str(verdict.why)
 
 
 # -------------------------------------------------------------------------------------------------------- what is given

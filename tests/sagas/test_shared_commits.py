@@ -391,7 +391,7 @@ async def test_a_small_commit_is_made_in_the_session_as_it_was(
     async with one.store.pool.connection() as again:
         assert again is only
         assert await (await again.execute(show)).fetchone() == before
-    assert times(logged, "a session was reset, which a function, trigger or view had changed for all messages") == 1
+    assert times(logged, "session reset, a function, trigger or view had changed its settings") == 1
 
 
 async def test_a_closed_store_says_so_to_whoever_asks_or_waits(bench: Bench, one: Station) -> None:

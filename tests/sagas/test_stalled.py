@@ -10,12 +10,13 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import OutcomeKind, Saga
 from idemconsumer.engine.work import Work
+from tests.support.inside import patient_unless
 from tests.support.sagas import Bench, OpenStation, Remote, Station, put, saga
 from tests.support.sagas import order as order_of
 from tests.support.servers.proxy import Proxy
 from tests.support.tuning import tuned
 
-SOON = 1.0  # second of patience; an answer takes milliseconds, if the disk is not busy
+SOON = 1.0  # second of patience
 
 
 @pytest.mark.parametrize("where", ["while a connection is made", "in a step"])
@@ -38,6 +39,7 @@ async def test_a_stalled_answer_does_not_freeze_the_sagas_of_a_process(
 
     handler, names = saga(book), [f"k{n}" for n in range(5)]
     async with Proxy(int(str(conninfo_to_dict(bench.dsn)["port"]))) as proxy:
+        patient_unless(monkeypatch, proxy.silences)
         station = await open_station(dsn=make_conninfo(bench.dsn, host="127.0.0.1", port=proxy.port))
         station.store.pool.longest_answer = SOON
         if where == "in a step":

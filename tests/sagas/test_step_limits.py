@@ -270,7 +270,7 @@ async def test_a_step_in_a_transaction_has_no_more_time_than_its_handler(bench: 
         await saga.tx("s", put, "a", timeout="31s")
 
     assert (await one.deliver(saga(book, max_attempts=1))).kind is OutcomeKind.DEAD
-    assert "at most its handler's, 30 s" in bench.letter
+    assert "limited to its handler's, 30 s" in bench.letter
     assert bench.effects == []
 
 

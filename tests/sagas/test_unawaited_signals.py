@@ -77,7 +77,7 @@ async def test_signals_of_a_name_that_no_saga_waits_for_are_told(bench: Bench, o
     assert signal(bench, "book", "aproved") == "stored"
     (found,) = await find_unawaited(bench.dsn, SCHEMA, "shop", BOOK)
     assert (found.handler, found.name, found.signals, found.wrong) == ("book", "aproved", 1, True)
-    assert found.text == "and no saga that runs waits for 'aproved'; is it 'approved'?"
+    assert found.text == "but no running saga waits for 'aproved'; is it 'approved'?"
     detail = await SagaAdmin(bench.dsn, SCHEMA).saga(keys.digest("shop", None, "book", "k"))
     ((_, said),) = [fact for fact in facts(detail) if fact[0] == "signal"]
     assert said.startswith("aproved: 1 since ")
@@ -104,7 +104,7 @@ async def test_signals_to_a_saga_that_has_not_waited_yet_are_no_mistake_so_far(b
     await one.deliver(saga(later))
     signal(bench, "book")
     (found,) = await find_unawaited(bench.dsn, SCHEMA, "shop", BOOK)
-    assert (found.wrong, found.text) == (False, "and no saga that runs waits for 'approved'")
+    assert (found.wrong, found.text) == (False, "but no running saga waits for 'approved'")
 
 
 async def test_check_tells_of_signals_to_a_handler_that_nobody_has(bench: Bench) -> None:
@@ -115,5 +115,5 @@ async def test_check_tells_of_signals_to_a_handler_that_nobody_has(bench: Bench)
     found = [each async for each in findings(app, Settings(dsn=bench.dsn)) if each.subject == "signals of shop/bok"]
     (told,) = found
     assert told.level == "warning"
-    assert told.text.startswith("1 named 'approved' are stored since ")
-    assert told.text.endswith(", and no saga of app 'shop' that is known has this name; is it 'book'?")
+    assert told.text.startswith("1 named 'approved' have been stored since ")
+    assert told.text.endswith(", but no known saga of app 'shop' has this name; is it 'book'?")

@@ -10,13 +10,13 @@ import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown
 from idemconsumer.engine.work import Work
-from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import SagaPoint
 from idemconsumer.rules.values import State, StepKind, StepState
 from idemconsumer.stores.leases import _step
 from idemconsumer.stores.shared_commits import BEGIN_STEPS, Write, send
+from tests.support.clock import forward
 from tests.support.collisions import a_lock_is_taken, collide
 from tests.support.points import Points
 from tests.support.sagas import Bench, OpenStation, Remote, SagaFn, Station, order, put, saga, take_back
@@ -169,18 +169,18 @@ async def test_what_a_step_makes_of_its_cancellation_is_no_refusal(
                 raise ValueError("beside it")
         return task.result()
 
-    def handler(timeout: str) -> BoundHandler:
-        return saga(book, timeout=timeout, fail_on=(GatewayError,))
-
-    run = asyncio.create_task(one.deliver(handler("50ms" if how == "timeout" else "10s")))
+    handler = saga(book, timeout=10.0, fail_on=(GatewayError,))
+    run = asyncio.create_task(one.deliver(handler))
     await begun.wait()
+    if how == "timeout":
+        forward(10.0)
     if how in ("drain", "lose"):
         getattr(one.engine, how)()
     expected = {"drain": OutcomeKind.CANCELLED, "lose": OutcomeKind.FENCED}
     assert (await run).kind is expected.get(how, OutcomeKind.RETRYING)
     healed = True
     bench.expire(one)
-    outcome = await two.resume(handler("10s"))
+    outcome = await two.resume(handler)
     assert (outcome.kind, outcome.result) == (OutcomeKind.APPLIED, b'"done"')
 
 

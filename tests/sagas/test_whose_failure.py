@@ -53,6 +53,28 @@ async def test_it_costs_an_attempt_wherever_it_is_raised(
     assert bench.effects == []
 
 
+async def test_a_deferred_constraint_that_a_step_violates_is_its_failure(bench: Bench, one: Station) -> None:
+    bench.run(
+        "create function violate() returns trigger language plpgsql as $$ begin raise foreign_key_violation; end $$"
+    )
+    bench.run(
+        "create constraint trigger violate after insert on effect deferrable initially deferred"
+        " for each row execute function violate()"
+    )
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("s", put, "s")
+
+    handler = saga(book, max_attempts=2)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            outcomes = await one.to_the_end(handler, await one.deliver(handler))
+    finally:
+        bench.run("drop function violate cascade")
+    assert [(each.kind, each.reason) for each in outcomes[-1:]] == [(OutcomeKind.DEAD, "attempts_exhausted")]
+    assert "foreign_key_violation" in bench.letter
+
+
 class Panic(BaseException):
     """As an extension in Rust raises it (`pyo3_runtime.PanicException`)."""
 

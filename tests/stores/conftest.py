@@ -11,7 +11,7 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, Ledger, OpenStore
 from tests.support.servers.made import PostgresServer
-from tests.support.servers.postgres import fresh_database
+from tests.support.servers.postgres import fresh_database, lent
 
 
 @pytest.fixture
@@ -27,10 +27,10 @@ def _one_database(request: pytest.FixtureRequest) -> Iterator[Ledger]:
 
 
 @pytest.fixture
-def shared_ledger(_one_database: Ledger) -> Ledger:
+def shared_ledger(_one_database: Ledger) -> Iterator[Ledger]:
     """As `ledger`, in each supported version of Postgres; emptied instead of made, which takes a second."""
-    _one_database.clear()
-    return _one_database
+    with lent(_one_database) as ledger:
+        yield ledger
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +40,10 @@ def _one_version(postgres18: PostgresServer) -> Iterator[Ledger]:
 
 
 @pytest.fixture
-def book(_one_version: Ledger) -> Ledger:
+def book(_one_version: Ledger) -> Iterator[Ledger]:
     """In one version of Postgres, where that makes no difference; emptied."""
-    _one_version.clear()
-    return _one_version
+    with lent(_one_version) as ledger:
+        yield ledger
 
 
 @pytest.fixture

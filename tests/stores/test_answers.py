@@ -17,7 +17,7 @@ from idemconsumer.ports.handler import Tx
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.answers import begun, outcomes
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.testing.store_contract import A, B, complete
+from tests.stores.store_contract import A, B, complete
 from tests.support.ledger import SCHEMA, Ledger
 
 TYPES = ("bytea", "int2", "int4", "int8", "text")

@@ -15,9 +15,9 @@ from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
-from idemconsumer.testing.lease_harness import message_of
-from idemconsumer.testing.store_contract import JSON, claim_of, complete
 from idemconsumer.worker.retention import prune_once
+from tests.stores.lease_harness import message_of
+from tests.stores.store_contract import JSON, claim_of, complete
 from tests.support.ledger import SCHEMA, Ledger
 from tests.support.sagas import Lease
 from tests.support.waiting import until

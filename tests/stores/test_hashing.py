@@ -20,8 +20,8 @@ from idemconsumer.message import keys
 from idemconsumer.message.message import Message
 from idemconsumer.settings import Settings, load
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.testing.store_contract import A, complete
 from idemconsumer.wrapping import new_key, unwrap, wrap
+from tests.stores.store_contract import A, complete
 from tests.support.hashing import OTHER, SECRET, begin, go_on, left, restored
 from tests.support.ledger import SCHEMA, Ledger
 from tests.support.waiting import until
@@ -103,7 +103,7 @@ def test_nothing_is_hashed_before_it_is_known_with_what() -> None:
     [
         (None, SECRET, "are hashed without a secret; remove `key_secrets`, or use another schema"),
         (SECRET, None, "are hashed with a secret; set IDEMCONSUMER_KEY_SECRETS to it"),
-        (SECRET, OTHER, "under a secret that is not among `key_secrets`; write the one that it was left under behind"),
+        (SECRET, OTHER, "under a secret that is not among `key_secrets`; write the last secret that was in use after"),
     ],
 )
 async def test_whoever_opens_a_schema_first_says_how_its_keys_are_hashed(
@@ -231,7 +231,7 @@ async def test_a_secret_is_rotated_while_processes_of_all_lists_hash_alike(ledge
         digests.add(keys.digest("shop", "t", "pay", "k"))
     assert len(digests) == 1
     begin(OLD)
-    with pytest.raises(ConfigurationError, match="behind the new one, IDEMCONSUMER_KEY_SECRETS=new,old"):
+    with pytest.raises(ConfigurationError, match="after the new one, IDEMCONSUMER_KEY_SECRETS=new,old"):
         await opens(ledger)
     assert wrapped_by(ledger) == [NEW]
 

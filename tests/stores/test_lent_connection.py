@@ -18,6 +18,7 @@ from idemconsumer import Reject, Tx, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import HandlerFault
 from idemconsumer.stores.joined import PostgresStore
+from tests.support.clock import forward
 from tests.support.inside import connection_of
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, run, to_the_end, works, write
 from tests.support.waiting import PATIENCE, until
@@ -149,9 +150,11 @@ async def test_what_is_held_of_it_after_the_run_raises_at_once(book: Ledger, eng
         if end != "returned":
             await asyncio.sleep(60)
 
-    running = asyncio.create_task(run(engine, hold, timeout="0.3s" if end == "timed out" else "30s"))
+    running = asyncio.create_task(run(engine, hold, timeout="20s"))
+    await inside.wait()
+    if end == "timed out":
+        forward(20.0)
     if end == "cancelled":
-        await inside.wait()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

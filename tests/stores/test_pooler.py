@@ -82,7 +82,7 @@ async def test_what_the_address_asks_for_and_a_pooler_drops_is_refused(
         dsn = make_conninfo(dsn, options=ASKED)
     else:
         monkeypatch.setenv("PGOPTIONS", ASKED)
-    with pytest.raises(ConfigurationError, match=r"search_path is .*public.*; a pooler does not pass") as refused:
+    with pytest.raises(ConfigurationError, match=r"search_path is .*public.*; a pooler does not forward") as refused:
         await open_store(dsn)
     with pytest.raises(ConfigurationError, match="SET synchronous_commit = 'remote_apply'; "):
         connect(dsn)
@@ -124,21 +124,22 @@ async def test_who_reads_a_suspect_is_known_to_be_alive(
 async def test_who_waits_for_a_lock_is_recognized_by_the_servers_own_pid(
     carried: Ledger, private_pgbouncer: PrivatePgBouncer, open_store: OpenStore, mode: str
 ) -> None:
-    @idempotent_handler(SOURCE, key="id", timeout="300ms", max_attempts=1)
     async def take(order: dict[str, Any], tx: Tx) -> None:
         await tx.execute("insert into witness (id) values ('taken')")
+
+    brief, patient = (idempotent_handler(SOURCE, key="id", timeout=each, max_attempts=1) for each in ("300ms", "20s"))
 
     @idempotent_handler(SOURCE, key="id", timeout="300ms", max_attempts=2)
     async def asleep(order: dict[str, Any], tx: Tx) -> None:
         await tx.execute("select pg_sleep(60)")
 
     engine = Engine(await open_store(private_pgbouncer(carried.dsn, mode).dsn))
-    (work,) = works(take, 1)
+    (work,) = works(brief(take), 1)
     with psycopg.connect(carried.dsn) as rival:
         rival.execute("set transaction read write")
         rival.execute("lock table witness")
         assert [(await engine.process(work)).reason for _ in range(3)] == ["contention"] * 3
-    assert kinds(await to_the_end(engine, [work])) == ["applied"]
+    assert kinds(await to_the_end(engine, works(patient(take), 1))) == ["applied"]
     assert (await engine.process(*works(asleep, 2))).reason == "retry"
 
 
@@ -164,7 +165,7 @@ async def test_a_step_that_waits_for_a_lock_is_recognized_too(
             outcomes = [await station.deliver(handler)]
             outcomes += [await station.resume(handler) for _ in range(2)]
             assert {outcome.kind for outcome in outcomes} == {OutcomeKind.RETRYING}
-        *_, last = await station.to_the_end(handler, outcomes[-1])
+        *_, last = await station.to_the_end(saga(book, max_attempts=1, timeout="20s"), outcomes[-1])
         assert last.kind is OutcomeKind.APPLIED
         assert bench.effects == ["taken"]
 

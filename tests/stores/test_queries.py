@@ -33,7 +33,7 @@ def test_each_name_stands_in_one_file_and_all_are_loaded() -> None:
     fragments = {
         "held", "progressed", "unserved", "gone", "served", "leased_saga", "of_app", "ours", "versions", "owners",
         "taken", "session", "messages", "chosen", "over", "aged", "when_sagas", "all_ranges", "decided",
-        "counts", "chosen_outgoing", "outbox_look", "completed", "other_build", "queue_low", "delayed_low",
+        "counts", "chosen_outgoing", "outbox_look", "other_build", "queue_low", "delayed_low",
             "outbox_low", "outbox_due_low", "app_of_saga", "saga_read", "came_of",
     }  # fmt: skip
     assert len(names) == len(set(names))

@@ -159,7 +159,7 @@ async def test_what_runs_is_renewed_and_a_killed_process_is_over_with_its_lease(
 _OWNER = """
 import asyncio, sys
 from idemconsumer.stores.redis.requests import RedisRequests
-from idemconsumer.testing.store_contract import A
+from tests.stores.store_contract import A
 
 async def main(address, lease):
     store = RedisRequests(address, lease=float(lease))
@@ -305,7 +305,7 @@ async def test_a_lease_that_is_over_is_not_renewed(server: RedisServer, opened: 
 
 async def test_nothing_is_held_whose_lease_was_over_before_the_answer_came(server: RedisServer, opened: Open) -> None:
     """H34: the loop was blocked meanwhile."""
-    with pytest.raises(StoreUnavailable, match="was over before it was known to be held"):
+    with pytest.raises(StoreUnavailable, match="ended before the claim was confirmed"):
         await opened(server.address, lease=0.000_001).claim(A, never)
 
 

@@ -10,16 +10,17 @@ import psycopg
 import pytest
 
 from idemconsumer.engine.engine import Engine
-from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.errors import ConfigurationError, StoreChanged, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler, idempotent_handler
 from idemconsumer.ports.handler import Tx
 from idemconsumer.sql.queries import NUMBERED
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.session import Session
 from idemconsumer.worker.retention import prune_once
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, works
 from tests.support.servers.made import PrivatePostgres
-from tests.support.servers.postgres import fresh_database
+from tests.support.servers.postgres import fresh_database, lent
 from tests.support.tuning import tuned
 from tests.support.waiting import until
 
@@ -55,10 +56,10 @@ def _logical(private_postgres: PrivatePostgres) -> Iterator[Ledger]:
 
 
 @pytest.fixture
-def published(_logical: Ledger) -> Ledger:
+def published(_logical: Ledger) -> Iterator[Ledger]:
     """All tables of its database are in a publication, as Debezium makes it."""
-    _logical.clear()
-    return _logical
+    with lent(_logical) as ledger:
+        yield ledger
 
 
 def test_each_table_says_which_row_is_which(shared_ledger: Ledger) -> None:
@@ -228,7 +229,7 @@ async def test_a_number_that_is_taken_is_nobodys_fault(
     filled(ledger, table)
     behind: LiteralString = f"select setval('idemconsumer.{table}_id_seq', 699)"
     ledger.run(behind)
-    with pytest.raises(StoreUnavailable, match=f"the sequence of table {table} gives numbers") as said:
+    with pytest.raises(StoreUnavailable, match=f"the sequence of table {table} returns numbers") as said:
         await engine.run(works(handler, "a"))
     assert ledger.attempts == ([1] if handler is _fails else []), "of a failure of its own alone"
     ledger.run(behind)
@@ -245,3 +246,102 @@ async def test_what_somebody_elses_trigger_says_about_our_tables_is_nobodys_faul
         await Engine(store).run(works(_fails, "a"))
     ledger.run("drop function refuse cascade")
     assert kinds(await Engine(store).run(works(_fails, "a"))) == ["dead"]
+
+
+# --------------------------------------------------------------------------------------------- whose statement it was
+@idempotent_handler(SOURCE, key="id", max_attempts=1)
+async def _writes(item: dict[str, str], tx: Tx) -> str:
+    await tx.execute("insert into witness (id) values (%s)", (item["id"],))
+    return "done"
+
+
+@idempotent_handler(SOURCE, key="id", max_attempts=1)
+async def _lacks(item: dict[str, str], tx: Tx) -> None:
+    await tx.execute("select 1 from of_the_user")
+
+
+DEFERRED: LiteralString = """
+create function refuse() returns trigger language plpgsql as $$ begin perform 1 from of_the_user; return null; end $$;
+create constraint trigger refuse after insert on witness deferrable initially deferred
+    for each row execute function refuse()
+"""
+
+
+VIOLATED: LiteralString = """
+create function violate() returns trigger language plpgsql as $$ begin raise foreign_key_violation; end $$;
+create constraint trigger violate after insert on witness deferrable initially deferred
+    for each row when (new.id = 'a') execute function violate()
+"""
+
+
+@pytest.mark.parametrize("group", [["a"], ["a", "b"]])
+@pytest.mark.parametrize(
+    ("gone", "back"),
+    [
+        ("function idemconsumer.seal(text) rename to gone", "function idemconsumer.gone(text) rename to seal"),
+        ("table idemconsumer.result rename body to gone", "table idemconsumer.result rename gone to body"),
+    ],
+)
+async def test_what_is_missing_when_a_handler_has_run_is_not_its_failure(
+    ledger: Ledger, store: PostgresStore, group: list[str], gone: LiteralString, back: LiteralString
+) -> None:
+    engine = Engine(store)
+    ledger.run("alter " + gone)
+    with pytest.raises(StoreChanged, match=r"does not exist.*run `idemconsumer migrate up` first"):
+        await engine.run(works(_writes, *group))
+    ledger.run("alter " + back)
+    assert kinds(await engine.run(works(_writes, *group))) == ["applied"] * len(group)
+    assert ledger.attempts == []
+
+
+async def test_what_a_handlers_own_statements_lack_is_its_failure(ledger: Ledger, store: PostgresStore) -> None:
+    """Also one that its deferred trigger sends, at the engine's COMMIT."""
+    engine = Engine(store)
+    assert kinds(await engine.run(works(_lacks, "a"))) == ["dead"]
+    ledger.run(DEFERRED)
+    assert kinds(await engine.run(works(_writes, "b"))) == ["dead"]
+    ledger.run("drop function refuse cascade")
+    assert (ledger.effects, [reason for reason, _ in ledger.letters]) == ([], ["attempts_exhausted"] * 2)
+
+
+@pytest.mark.parametrize("whose", ["ours", "its own"])
+async def test_what_others_have_met_may_be_back_when_it_is_asked_for(
+    ledger: Ledger, store: PostgresStore, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    """Else a good message would be dead, since its statement works again when it is sent without the handler."""
+    engine, rollback = Engine(store), Session.rollback
+    if whose == "its own":
+        ledger.run(VIOLATED)
+
+    async def mended(session: Session) -> None:
+        if whose == "ours":
+            ledger.run("alter function idemconsumer.gone(text) rename to seal")
+        await rollback(session)
+
+    @idempotent_handler(SOURCE, key="id", max_attempts=1)
+    async def meets(item: dict[str, str], tx: Tx) -> None:
+        await tx.execute("insert into witness (id) values (%s)", (item["id"],))
+        ledger.run("alter function idemconsumer.seal(text) rename to gone")
+        with pytest.raises(StoreChanged):
+            await engine.run(works(_writes, "another"))
+        if whose == "its own":
+            ledger.run("alter function idemconsumer.gone(text) rename to seal")
+        monkeypatch.setattr(Session, "rollback", mended)
+
+    if whose == "ours":
+        with pytest.raises(StoreChanged, match="does not exist"):
+            await engine.run(works(meets, "a"))
+    else:
+        assert kinds(await engine.run(works(meets, "a"))) == ["dead"]
+    assert ledger.effects == []
+
+
+async def test_what_somebody_elses_trigger_says_after_a_handler_is_not_its_failure(
+    ledger: Ledger, store: PostgresStore
+) -> None:
+    ledger.run("create function refuse() returns trigger language plpgsql as $$ begin raise 'not now'; end $$")
+    ledger.run("create trigger refuse before insert on idemconsumer.result execute function refuse()")
+    with pytest.raises(StoreUnavailable, match="P0001: not now"):
+        await Engine(store).run(works(_writes, "a"))
+    ledger.run("drop function refuse cascade")
+    assert kinds(await Engine(store).run(works(_writes, "a"))) == ["applied"]

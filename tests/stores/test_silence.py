@@ -19,16 +19,18 @@ from idemconsumer.sql.answering import AnsweringConnection, BlockingConnection
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.migrations import status
+from tests.support.inside import patient_unless
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, OpenStore, kinds, works, write
 from tests.support.servers.proxy import Proxy
 from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
-SOON = 1.0  # second of patience; an answer takes milliseconds, if the disk is not busy
+SOON = 1.0  # second of patience
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch, proxy: Proxy) -> None:
+    patient_unless(monkeypatch, lambda port: proxy.silences(port))
     tuned(
         monkeypatch,
         lookout_pause=0.05,
@@ -158,8 +160,9 @@ async def test_an_engines_reset_without_an_answer_is_not_the_handlers(
 
 
 async def test_a_handlers_slow_statement_and_a_slow_commit_are_waited_for(
-    engine: Engine, store: PostgresStore, ledger: Ledger
+    engine: Engine, store: PostgresStore, ledger: Ledger, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(proxy, "silences", lambda _: True)  # it is not known that the server is well
     store.pool.longest_answer = 30.0
     ledger.run(
         "create function slowly() returns trigger language plpgsql as 'begin perform pg_sleep(2); return null; end'"
@@ -178,7 +181,10 @@ async def sleeps(order: dict[str, Any], tx: Tx) -> None:
     await write(tx, order["id"])
 
 
-async def test_waiting_at_the_gate_is_no_silence(store: PostgresStore, engine: Engine) -> None:
+async def test_waiting_at_the_gate_is_no_silence(
+    store: PostgresStore, engine: Engine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy, "silences", lambda _: True)  # it is not known that the server is well
     store.pool.longest_answer = 30.0
     async with store.transaction(group=2, gate="shop") as ahead:
         await ahead.begin()

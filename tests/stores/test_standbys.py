@@ -93,7 +93,7 @@ async def test_asynchronous_standbys_are_warned_of_and_refused_where_one_is_requ
     found = await durability(ledger.dsn)
     assert found.commits == "commits survive a crash of this server"
     assert found.warning is not None
-    assert "asynchronous: a failover loses what was acknowledged last" in found.warning
+    assert "asynchronous: a failover loses the last acknowledged messages" in found.warning
     assert "ALTER SYSTEM SET synchronous_standby_names" in found.warning
     with pytest.raises(ConfigurationError, match=r"waits for no synchronous standby.*; run: ALTER SYSTEM SET"):
         await check_database(ledger.dsn, SCHEMA, require_standby=True)
@@ -121,7 +121,7 @@ async def test_a_role_that_sees_no_state_is_told_that_it_is_unknown(ledger: Ledg
     assert "asynchronous" in str((await durability(blind)).warning)
     await configured(ledger, "standby")
     await until(lambda: ledger.run("select 1 from pg_stat_replication where sync_state = 'sync'"))
-    assert "cannot be seen by this role" in str((await durability(blind)).warning)
+    assert "this role cannot see" in str((await durability(blind)).warning)
     assert (await durability(ledger.dsn)).warning is None
 
 

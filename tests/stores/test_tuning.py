@@ -62,5 +62,5 @@ async def test_the_settings_of_a_server_and_of_its_tables_are_read(database: str
     said = await advice(database, "idemconsumer")
     assert [text.partition(";")[0].partition(",")[0] for text in said] == [
         "autovacuum of table result is off",
-        "autovacuum comes to table step when 20% of its 2 million rows are dead",
+        "autovacuum of table step starts once 20% of its 2 million rows are dead",
     ]

@@ -1,7 +1,8 @@
-"""What deploy/ has, read."""
+"""What deploy/ and pyproject.toml have, read."""
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import yaml
 
 from tests.support import ROOT
 
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+PROJECT = PYPROJECT["project"]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "idemconsumer"
 TEMPLATES = {path.name: path.read_text("utf-8") for path in sorted((CHART / "templates").iterdir())}

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from idemconsumer.sagas.branches import Group
+from idemconsumer.stores.connection import Connection
 from idemconsumer.user_code import cancellation
 
 if TYPE_CHECKING:
@@ -28,7 +32,6 @@ if TYPE_CHECKING:
     from idemconsumer.sagas.engine import LeasedEngine
     from idemconsumer.settings import Settings
     from idemconsumer.stores.claims import PostgresClaims
-    from idemconsumer.stores.connection import Connection
     from idemconsumer.stores.heartbeat import Heartbeat
     from idemconsumer.stores.joined import PostgresStore
     from idemconsumer.stores.leases import PostgresLeases
@@ -156,6 +159,17 @@ def stand_for(engine: LeasedEngine, seconds: float) -> None:
     engine._moved -= seconds
 
 
+def when_stopped(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """`act` is called whenever a branch of an `all` has raised, so that no step begins any more."""
+    stop = Group.stop
+
+    def stopped(group: Group) -> None:
+        stop(group)
+        act()
+
+    monkeypatch.setattr(Group, "stop", stopped)
+
+
 # ------------------------------------------------------------------------------------------------------------ Postgres
 def connections_of(app: App) -> Any:
     """The pool of psycopg's of an app whose process runs without a worker."""
@@ -172,6 +186,20 @@ def own_pool(store: PostgresStore) -> Any:
 def watched(connection: Connection) -> bool:
     """Whether the loop watches its socket while nobody waits for an answer."""
     return connection._watched is not None
+
+
+def patient_unless(monkeypatch: pytest.MonkeyPatch, silenced: Callable[[int], bool]) -> None:
+    """However short the patience of stores is, it ends only with a connection of whose port here this is true: a server
+    that a busy machine keeps from answering is waited for."""
+    look_out = Connection._look_out
+
+    def look(connection: Connection) -> None:
+        with socket.socket(fileno=os.dup(connection.pgconn.socket)) as same:
+            if not silenced(same.getsockname()[1]):
+                connection._since = asyncio.get_running_loop().time()
+        look_out(connection)
+
+    monkeypatch.setattr(Connection, "_look_out", look)
 
 
 def connection_of(owner: PostgresSession | PostgresClaims) -> Any:
@@ -222,6 +250,13 @@ def listening_connection(session: PostgresSession) -> Any:
 def is_told(session: PostgresSession) -> bool:
     """Whether it listens."""
     return session._waking is not None and session._waking.told
+
+
+def saw_earlier(session: PostgresSession, seconds: float) -> None:
+    """As if it had seen a message that had waited so much longer ago."""
+    assert session._waking is not None, "it cannot listen"
+    session._waking._busy_until -= seconds
+    session._waking._all_looked -= seconds
 
 
 async def told_how_many(session: PostgresSession) -> None:

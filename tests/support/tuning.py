@@ -79,15 +79,16 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "turn_patience": at("worker.turns._PATIENCE"),
     "spread_bytes": at("worker.spread._MOST_BYTES"),  # a number
     "delivery_log_pause": at("engine.delivery_log._PAUSE"),
+    "delivery_log_farewell": at("engine.delivery_log._FAREWELL"),
     "schedule_retry_pause": at("worker.schedules._AGAIN"),
     "steering_pause": at("worker.steering.EVERY"),
     "steering_retry_pause": at("worker.steering._AGAIN"),
     "steering_notice_pause": at("worker.steering._SOONEST"),
+    "steering_farewell": at("worker.steering._FAREWELL"),
     "outgoing_messages": at("worker.outgoing.MOST"),  # a number
     "pool_idle": at("stores.pool._IDLE_SECONDS"),
     "outgoing_bytes": at("worker.outgoing.BYTES"),  # a number
     "retention_blocks": at("worker.retention._BLOCKS"),  # a number
-    "retention_patience": at("worker.retention._PATIENCE"),
     "retention_lock_patience": at("worker.retention._LOCK_TIMEOUT", unit=_as_setting),
     # sagas
     "due_saga_pause": at("brokers.due_sagas._AGAIN"),
@@ -99,8 +100,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "accepting_patience": at("app.accepting._PATIENCE"),
     "inline_keys": at("app.inline._MAX_ATTEMPTS"),  # a number
     # HTTP
-    "joined_request_patience": at("http.joined.PATIENCE"),
-    "leased_request_patience": at("http.leased.PATIENCE"),
+    "request_patience": at("http.modes.PATIENCE"),
     "response_patience": at("http.leased._PATIENCE"),
     "response_retry_pause": at("http.leased._AGAIN"),
     "endpoint_grace": at("http.exchange._GRACE"),
@@ -114,7 +114,6 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "queue_few_listening": at("brokers.waking._FEW"),  # a number
     "queue_lead_pause": at("brokers.waking._FIRST", "brokers.waking._LEAD"),
     "queue_others_look_for": at("brokers.waking._ALL"),
-    "queue_busy_for": at("brokers.waking._BUSY"),
     "queue_look_pause": at("brokers.postgres._LOOK"),
     "listening_probe_pause": at("brokers.listening.PROBE"),
     # Kafka
@@ -123,6 +122,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "kafka_commit_patience": at("brokers.kafka.session.COMMIT_TIMEOUT"),
     "kafka_probe_pause": at("brokers.kafka.session.PROBE_EVERY"),
     "kafka_probe_patience": at("brokers.kafka.client.PROBE_TIMEOUT"),
+    "kafka_confirmed_within": at("brokers.kafka.publishing.PUBLISH_TIMEOUT", "brokers.kafka.relaying.CONFIRM"),
     "kafka_given_up_after": at("brokers.kafka.health.GIVE_UP"),
     "kafka_place_pause": at("brokers.kafka.reading.PLACE_AGAIN"),
     "kafka_confirm_patience": at("brokers.kafka.relaying.CONFIRM"),

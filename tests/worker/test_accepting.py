@@ -217,7 +217,13 @@ async def test_an_answer_to_commit_that_is_lost_is_no_second_message(
     assert counts(bench) == (1, 1, 0)
 
 
-@pytest.mark.parametrize("then", [StoreUnavailable("away"), Contention("held"), CommitUnknown("lost again")])
+@pytest.mark.parametrize(
+    "then",
+    [
+        StoreUnavailable("away"), Contention("held"), CommitUnknown("lost again"),
+        ConfigurationError("the schema is gone"), RuntimeError("of a driver that nobody knows"),
+    ],
+)  # fmt: skip
 async def test_what_may_be_stored_is_never_told_as_not_stored(
     bench: Bench, shop: Shop, monkeypatch: pytest.MonkeyPatch, then: Exception
 ) -> None:
@@ -241,7 +247,7 @@ async def test_what_may_be_stored_is_never_told_as_not_stored(
 
 async def test_a_connection_without_a_transaction_is_refused(bench: Bench, shop: Shop) -> None:
     async with await psycopg.AsyncConnection.connect(bench.dsn, autocommit=True) as connection:
-        with pytest.raises(ConfigurationError, match="in no transaction"):
+        with pytest.raises(ConfigurationError, match="outside a transaction"):
             await shop.app.accept(shop.pay, Item("a"), key="k", tx=connection)
         assert counts(bench) == (0, 0, 0)
         async with connection.transaction():

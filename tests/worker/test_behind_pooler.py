@@ -82,7 +82,7 @@ async def test_a_worker_that_is_not_told_its_settings_does_not_start(
     async def handle(item: Item, tx: Tx) -> None:
         await note(tx, item)
 
-    with pytest.raises(ConfigurationError, match="the role must carry them"):
+    with pytest.raises(ConfigurationError, match="the role must have them"):
         await bench.until_empty(app)
 
 

@@ -96,7 +96,7 @@ def test_sqs_puts_off_for_a_quarter_of_an_hour() -> None:
     assert "DelaySeconds" not in wire.entry_of(queue, Outgoing(b"x"))
     with pytest.raises(ConfigurationError, match="15 minutes at most; publish to a postgres: queue"):
         wire.entry_of(queue, Outgoing(b"x", delay=901.0))
-    with pytest.raises(ConfigurationError, match="a FIFO queue delays no message; publish to a postgres: queue"):
+    with pytest.raises(ConfigurationError, match="a FIFO queue cannot delay a message; publish to a postgres: queue"):
         wire.entry_of(Queue("q.fifo", "https://sqs/q.fifo"), Outgoing(b"x", {"MessageGroupId": "g"}, delay=1.0))
 
 

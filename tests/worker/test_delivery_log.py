@@ -18,6 +18,7 @@ from idemconsumer.worker.retention import prune_once
 from tests.support.logs import LogCapture, times
 from tests.support.servers.made import PrivatePgBouncer
 from tests.support.tuning import tuned
+from tests.support.waiting import PATIENCE
 from tests.support.workers import SCHEMA, Bench, Item, note
 
 UNWRITTEN = "the delivery log cannot be written, messages run without it"
@@ -42,7 +43,7 @@ def fail_once(message: Message) -> None:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned(monkeypatch, delivery_log_pause=0.0)
+    tuned(monkeypatch, delivery_log_pause=0.0, delivery_log_farewell=PATIENCE)
 
 
 @pytest.fixture(autouse=True)

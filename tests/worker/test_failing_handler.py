@@ -14,6 +14,7 @@ from idemconsumer.rules.failing import IN_A_ROW
 from tests.support.inside import in_memory, lanes_of
 from tests.support.logs import LogCapture, times
 from tests.support.tuning import tuned
+from tests.support.waiting import PATIENCE
 from tests.support.workers import Bench, Item, Running, note
 
 SLOWED, WORKS = "all messages of a handler fail, trying one at a time", "handler works again"
@@ -55,8 +56,9 @@ def lanes_at_work(running: Running) -> int:
 
 @pytest.mark.parametrize("order", [None, "entity"])
 async def test_a_dependency_that_is_down_costs_no_attempts_and_is_said_once(
-    bench: Bench, logged: LogCapture, order: str | None
+    bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch, order: str | None
 ) -> None:
+    tuned(monkeypatch, probe_hangs_after=PATIENCE)  # else a machine that stands still tries another one
     service = Service(lambda _: False, order_by=order, max_attempts=3)
     await bench.publish("q", *(Item(str(n), f"e{n}") for n in range(40)))
     async with bench.running(service.app, concurrency=8) as running:

@@ -47,12 +47,15 @@ async def test_a_worker_goes_on_at_the_standby_that_was_promoted(
     )
     bench = connected(Bench(dsn), monkeypatch)
     tuned(monkeypatch, queue_visibility=2.0)  # until what was in hand is delivered again
-    app = App("failover")
+    app, begun, killed = App("failover"), 0, asyncio.Event()
 
     @app.idempotent_handler(source, key="id", group_size=4)
     async def handle(item: Item, tx: Tx) -> None:
+        nonlocal begun
+        begun += 1
         await note(tx, item)
-        await asyncio.sleep(0.002)
+        if begun > 100:  # so that there is a midst, however long the kill takes
+            await killed.wait()
 
     items = [Item(str(number)) for number in range(300)]
     if source == "memory:q":
@@ -64,6 +67,7 @@ async def test_a_worker_goes_on_at_the_standby_that_was_promoted(
         await asyncio.to_thread(primary.kill)
         before = running.worker.counts["applied"]
         assert before < 300, "killed in the midst"
+        killed.set()
         await asyncio.to_thread(standby.promote)
         survivor = Bench(standby.dsn)
         assert len(survivor.effects()) >= before, "what was acknowledged is there"

@@ -12,19 +12,20 @@ import psycopg
 import pytest
 from click.testing import CliRunner
 from psycopg import sql
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.errors import InsufficientPrivilege
+from starlette.applications import Starlette
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
-from idemconsumer import App, ConfigurationError, Reject, Saga, Step, Tx
+from idemconsumer import App, ConfigurationError, Key, Message, Reject, Saga, Step, Tx
 from idemconsumer.admin.dead_letters import ALL
 from idemconsumer.admin.orphans import find_orphans
 from idemconsumer.admin.redrives import Redrives
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.cli.main import main
-from idemconsumer.http import Idempotency, Route, current_tx
+from idemconsumer.http import AcceptLater, Idempotency, Route, current_tx
 from idemconsumer.http import Response as Answer
 from idemconsumer.rules.letters import Redriven
 from idemconsumer.stores.migrations import names
@@ -62,7 +63,7 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 def made(bench: Bench) -> Iterator[Made]:
     """Makes a role of one kind, with only these rights; its DSN. What roles have by default is taken away."""
     names = list[str]()
-    password = psycopg.conninfo.conninfo_to_dict(bench.dsn).get("password", "")
+    password = conninfo_to_dict(bench.dsn).get("password", "")
 
     def make(kind: str) -> str:
         names.append(name := f'{kind} "{secrets.token_hex(4)}"')
@@ -132,13 +133,14 @@ class Shop:
 
 async def test_a_worker_does_all_that_workers_and_commands_do(bench: Bench, made: Made) -> None:
     dsn, shop = made("worker"), Shop()
-    role = sql.Identifier(str(psycopg.conninfo.conninfo_to_dict(dsn)["user"]))
+    role = sql.Identifier(str(conninfo_to_dict(dsn)["user"]))
     do(bench.dsn, sql.SQL("grant all on effect to {}").format(role))
 
     bench.enqueue("orders", Item("a"), Item("a"), Item("rejected"), Item("buggy"), b"unreadable")
     bench.enqueue("rides", Item("r"), Item("u"), Item("c"))
     async with bench.running(shop.app, dsn=dsn) as running:
         await running.until(lambda: bench.do("select count(*) from idemconsumer.delayed") == [(1,)])
+        await running.until(lambda: bench.do(WAITING) == [(3,)])
         await shop.app.signal(shop.ride, key="r", name="go", payload="on")
         await shop.app.signal(shop.ride, key="u", name="go", payload="undo")
         await shop.app.cancel(shop.ride, key="c", undo=True)
@@ -175,7 +177,7 @@ async def test_a_front_door_answers_forgets_and_prunes(
     bench: Bench, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dsn = made("front-door")
-    role = sql.Identifier(str(psycopg.conninfo.conninfo_to_dict(dsn)["user"]))
+    role = sql.Identifier(str(conninfo_to_dict(dsn)["user"]))
     do(bench.dsn, sql.SQL("grant insert on effect to {}").format(role))
     monkeypatch.setenv("IDEMCONSUMER_DSN", dsn)
     inside, go = asyncio.Event(), asyncio.Event()
@@ -208,6 +210,8 @@ async def test_a_front_door_answers_forgets_and_prunes(
         await inside.wait()
         bench.do("update idemconsumer.worker set until = now() - interval '1 s'")
         (lost,) = await door.lost()
+        (listed,) = json.loads(await command("requests", "list", "--json", dsn=dsn))
+        assert listed["key"] == lost.key
         assert await door.settle(lost, Answer(201, (), b"paid"))
         go.set()
         await slow
@@ -234,6 +238,68 @@ async def test_a_front_door_answers_forgets_and_prunes(
         "delete from idemconsumer.migration",
         "truncate idemconsumer.record",
     )
+
+
+async def test_a_front_door_accepts_and_gives_the_stored_answer(bench: Bench, made: Made) -> None:
+    """For a handler that it may not run itself."""
+    dsn, shop, worker = made("front-door"), Shop(), Shop()
+    give_settings(shop.app, bench.settings(dsn=dsn))
+    later = AcceptLater(shop.app, shop.order, tenant=by_header, path="/orders")
+    routes = [StarletteRoute(path, later) for path in ("/orders", "/orders/{id}")]
+    async with client(Starlette(routes=routes)) as web:
+        first = await web.post("a")
+        others = [await web.post(id, key=id) for id in ("rejected", "buggy")]
+        places = [each.headers["location"] for each in (first, *others)]
+
+        async def told() -> list[int]:
+            return [(await web.http.get(place, headers={"X-Tenant": "t"})).status_code for place in places]
+
+        assert (first.status_code, await told()) == (202, [202] * 3)
+        assert (await web.http.get(places[0], headers={"X-Tenant": "another"})).status_code == 404
+        async with bench.running(worker.app) as running:
+            await running.until(lambda: bench.do("select count(*) from idemconsumer.delayed") == [(1,)])
+            bench.do("update idemconsumer.delayed set due_at = clock_timestamp()")
+            await running.until(lambda: bench.do("select count(*) from idemconsumer.dead_letter") == [(1,)])
+            await running.until(lambda: bench.effects() == ["a"])
+            await running.until_count(failed=1)
+        assert await told() == [200, 422, 500]
+        assert (await web.post("a")).json() == "a"
+        assert (await shop.app.result(shop.order, key="k", tenant="t")).result == b'"a"'
+
+    other = Shop()
+    give_settings(other.app, bench.settings(dsn=dsn))
+    for app in (shop.app, other.app):  # one that is open, and one that is opened for it
+        with pytest.raises(ConfigurationError, match="lacks rights"):
+            await app.process(Message("postgres:orders", b'{"id": "b"}', position="b"))
+    assert await shop.app.accepted(shop.order, key="k", tenant="t")
+    await shop.app.close()
+    refused(
+        dsn,
+        "select body from idemconsumer.queue",
+        "select body from idemconsumer.accepted",
+        "insert into idemconsumer.accepted (key, app, handler) values ('', 'a', 'h')",
+        "update idemconsumer.accepted set until = null",
+        "select idemconsumer.publish_bytes('orders', '')",
+        "select idemconsumer.publish_bytes('kafka:out', '')",
+        "select pg_catalog.setval('idemconsumer.queue_guard', 1)",
+    )
+
+
+async def test_accepting_by_a_source_takes_the_producers_rights_too(bench: Bench, made: Made) -> None:
+    """It is a message that others read."""
+    dsn, app = made("front-door"), App("shop")
+    give_settings(app, bench.settings(dsn=dsn))
+
+    @app.idempotent_handler("kafka:placed", key=Key.header("Idempotency-Key"))
+    async def placed(item: Item, tx: Tx) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="lacks rights"):
+        await app.accept(placed, Item("a"), key="k", via="kafka:placed")
+    assert bench.do("select count(*) from idemconsumer.record") == [(0,)]
+    do(bench.dsn, idemconsumer("migrate", "grants", "--producer", str(conninfo_to_dict(dsn)["user"])))
+    assert (await app.accept(placed, Item("a"), key="k", via="kafka:placed")).new
+    assert bench.do("select destination from idemconsumer.outbox") == [("kafka:placed",)]
+    await app.close()
 
 
 async def test_what_a_front_door_lacks_is_granted_by_what_it_says(
@@ -340,6 +406,7 @@ async def test_the_purge_prunes_and_reads_no_payload(bench: Bench, made: Made) -
             bench.do("select idemconsumer.signal('shop', 'ride', %s, 'go')", key)
         await running.until(lambda: bench.do("select count(*) from idemconsumer.saga") == [(0,)])
         await running.until(lambda: bench.do("select count(*) from idemconsumer.dead_letter") == [(1,)])
+        await running.until(lambda: bench.do("select count(*) from idemconsumer.record") == [(4,)])
     bench.do("update idemconsumer.scope set retain = '-1s'")
     bench.do("update idemconsumer.dead_retention set bodies = '-1s'")
 

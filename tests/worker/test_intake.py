@@ -70,7 +70,10 @@ class Reader:
         return id_of(message)
 
     def on_record(self) -> list[int]:
-        return [count for (count,) in self.bench.do("select count from idemconsumer.attempt order by 1")]
+        """The counts of readings, without what was read: its handler may be on record while the next one is read."""
+        run = [keys.digest("intake", None, "handle", name) for name in self.read]
+        query = "select count from idemconsumer.attempt where key <> all(%s) order by 1"
+        return [count for (count,) in self.bench.do(query, run)]
 
     def redelivered(self, *names: str, begun: str = "") -> None:
         """As a dead worker leaves them; it died while it read `begun`."""
@@ -135,9 +138,9 @@ async def test_one_that_kills_whoever_reads_it_ends_as_a_dead_letter_and_costs_t
     assert bench.do("select reason, arrivals from idemconsumer.dead_letter") == [("killed_worker", 2)]
     letters = bench.do("select reason, error, attempts from idemconsumer.dead_letter")
     assert [(reason, attempts) for reason, _, attempts in letters] == [("killed_worker", 2)]
-    assert "2 workers died while it was decoded" in letters[0][1]
+    assert "2 workers died while they decoded it" in letters[0][1]
 
-    assert "Mend that, then `dead redrive`" in hint("killed_worker")
+    assert "Fix the cause, then `dead redrive`" in hint("killed_worker")
     assert bench.do("select key from idemconsumer.dead_letter") == [(None,)]
     reader.more = bool  # it was mended
     bench.enqueue("q", Item("bomb"))

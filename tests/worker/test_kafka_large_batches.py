@@ -48,6 +48,6 @@ async def test_a_batch_above_the_limit_is_a_dead_letter_with_its_offsets(
     letter = await admin.dead_letter((await admin.dead_letters())[0].id)
     assert letter is not None
     assert (letter.reason, letter.position) == ("oversized", f"{world.topic}-0-1")
-    assert f"more than 33,554,432 bytes when it is decompressed ({codec})" in letter.error
+    assert f"more than 33,554,432 bytes when decompressed ({codec})" in letter.error
     assert letter.error.endswith("offsets 1 to 1")
     assert letter.body_size < 8_000_000

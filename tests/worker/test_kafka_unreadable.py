@@ -22,7 +22,7 @@ from tests.support.tuning import tuned
 from tests.support.waiting import until
 from tests.support.workers import SCHEMA, Bench, Item, body, note, prepare
 
-UNREADABLE = "kafka record unreadable, its partition stands still"
+UNREADABLE = "kafka record unreadable, partition blocked"
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ async def test_it_stops_its_partition_alone_until_a_person_skips_it(
         await running.until(lambda: {"100", "101"} <= set(bench.effects()))
         await until(lambda: committed(world, first))
         assert [(stop.place, stop.group) for stop in await stops.stopped()] == [(place, world.group)]
-        with pytest.raises(ConfigurationError, match=f"stand still at: {place}"):
+        with pytest.raises(ConfigurationError, match=f"blocked: {place}"):
             await stops.skip(f"kafka:{world.topic}/0@999", by="ann")
         await stops.skip(place, by="ann")
         everything = {str(number) for number in (*range(8), 100, 101)}

@@ -238,7 +238,7 @@ async def test_a_lane_that_waits_for_its_turn_begins_nothing_once_the_worker_lea
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("idemconsumer.worker.turns.open_groups", lambda limit, lanes, busy: 1)
-    tuned(monkeypatch, turn_look_pause=0.0)
+    tuned(monkeypatch, turn_look_pause=0.0, turn_patience=math.inf)
     app, began, go_on = App("lanes"), asyncio.Event(), asyncio.Event()
 
     @app.idempotent_handler("memory:q", key="id", group_size=8)

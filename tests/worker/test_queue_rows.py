@@ -6,7 +6,7 @@ import psycopg
 import pytest
 
 from idemconsumer import App, Key, Message, Tx
-from idemconsumer.message.headers import UNREADABLE
+from idemconsumer.message.headers import UNREADABLE, decode_headers, encode_headers
 from idemconsumer.message.origin import ORIGIN
 from tests.support.workers import Bench, Item, body, note
 
@@ -44,7 +44,18 @@ async def test_values_that_are_no_text_reach_the_handler_as_json(bench: Bench) -
 
 
 @pytest.mark.parametrize(
-    "value", ["1", "true", "[]", "{}", '{"base64": 5}', '{"base64": "AA==", "b": 1}', '["base64"]']
+    "value",
+    [
+        "1",
+        "true",
+        "[]",
+        "{}",
+        '{"base64": 5}',
+        '{"base64": "!!"}',
+        '{"base64": "YQ"}',
+        '{"base64": "AA==", "b": 1}',
+        '["base64"]',
+    ],
 )
 @pytest.mark.parametrize("destination", ["q", "kafka:q"])
 def test_a_header_that_is_no_text_is_refused_when_it_is_published(bench: Bench, destination: str, value: str) -> None:
@@ -54,6 +65,19 @@ def test_a_header_that_is_no_text_is_refused_when_it_is_published(bench: Bench, 
             destination,
             f'{{"ok": "v", "none": null, "n": {value}}}',
         )
+
+
+@pytest.mark.parametrize("bytes_", [b"", b"a", b"ab", b"abc", bytes(range(256))])
+def test_bytes_that_are_published_come_back(bench: Bench, bytes_: bytes) -> None:
+    bench.do("select idemconsumer.publish('q', '{}', headers => %s)", encode_headers({"raw": bytes_}).decode())
+    ((stored,),) = bench.do("select headers from idemconsumer.queue")
+    assert decode_headers(stored) == {"raw": bytes_}
+
+
+@pytest.mark.parametrize("name", ["", "postgres:"])
+def test_a_queue_has_a_name(bench: Bench, name: str) -> None:
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="the queue has no name"):
+        bench.do("select idemconsumer.publish(%s, '{}')", name)
 
 
 async def test_a_header_without_a_value_is_none(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -74,12 +75,16 @@ async def test_what_nobody_has_begun_is_a_dead_letter_again(bench: Bench, shop: 
 
 
 async def test_whoever_still_makes_tickets_of_it_ends(shop: Shop) -> None:
-    begun = asyncio.Event()
-    going = asyncio.create_task(shop.redrives.redrive(ALL, by="ann", run="r", rate=1.0, progress=lambda _: begun.set()))
-    await begun.wait()
-    assert await shop.redrives.cancel("r", by="bob") == 1
+    cancelled = list[int]()
+
+    def cancel(_: int) -> None:
+        """Once there is a ticket for the first letter, and before there is another."""
+        with ThreadPoolExecutor() as elsewhere:
+            cancelled.append(elsewhere.submit(asyncio.run, shop.redrives.cancel("r", by="bob")).result())
+
     with pytest.raises(ConfigurationError, match="was cancelled"):
-        await going
+        await shop.redrives.redrive(ALL, by="ann", run="r", rate=5.0, progress=cancel)
+    assert cancelled == [1]
     assert len(await shop.open()) == 3
 
 

@@ -24,17 +24,17 @@ ARN = "sqs:arn:aws:sqs:eu-west-1:123456789012:orders.fifo"
         (ARN, {}, "a FIFO queue keeps order within a group"),
         ("sqs:orders.fifo", {"headers": {GROUP: "a b"}}, "MessageGroupId has 1 to 128 letters"),
         ("sqs:orders", {"headers": {GROUP: ""}}, "MessageGroupId has 1 to 128 letters"),
-        ("rabbitmq:orders", {"key": "k" * 256}, "longer than the 255 bytes of a key; give its hash"),
-        ("rabbitmq:orders", {"headers": {"é" * 65: "v"}}, "longer than the 128 bytes of a header's name"),
+        ("rabbitmq:orders", {"key": "k" * 256}, "longer than 255 bytes, the limit of a key; give its hash"),
+        ("rabbitmq:orders", {"headers": {"é" * 65: "v"}}, "longer than 128 bytes, the limit of a header's name"),
         ("rabbitmq:orders", {"headers": {"h": "\ud800"}}, "'h' has a lone surrogate in it; give bytes"),
         ("kafka:orders", {"headers": {"h": "\ud800"}}, "'h' has a lone surrogate in it; give bytes"),
-        ("kafka:orders", {"headers": {"h": 1}}, "'h' has the value int; give text or bytes"),
-        ("postgres:orders", {"headers": {"h": None}}, "'h' has the value NoneType; give text or bytes, or leave it"),
-        ("sqs:orders", {"headers": {1: "v"}}, "1 has a name that is no text"),
-        ("kafka:orders", {"key": 5}, r"the key is no text .* give one, as str\(order_id\)"),
-        ("kafka:orders", {"key": "a\0"}, "the key is no text"),
-        ("postgres:orders", {"key": "\ud800"}, "the key is no text"),
-        ("kafka:orders", {"payload": b"x" * (4 << 20)}, "larger than the 4194304 bytes that are sent to Kafka"),
+        ("kafka:orders", {"headers": {"h": 1}}, "'h' is of type int; give text or bytes"),
+        ("postgres:orders", {"headers": {"h": None}}, "'h' is of type NoneType; give text or bytes, or leave it"),
+        ("sqs:orders", {"headers": {1: "v"}}, "1 has a name that is not text"),
+        ("kafka:orders", {"key": 5}, r"the key is not valid text .* give e.g. str\(order_id\)"),
+        ("kafka:orders", {"key": "a\0"}, "the key is not valid text"),
+        ("postgres:orders", {"key": "\ud800"}, "the key is not valid text"),
+        ("kafka:orders", {"payload": b"x" * (4 << 20)}, "larger than 4194304 bytes, the limit for Kafka"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("tx", [None, "of the handler's"])
@@ -58,11 +58,15 @@ async def test_what_no_broker_takes_is_refused_before_it_is_sent_or_stored(
         ("rabbitmq:orders", "é" * 128, "{}", "give a hash of it"),
         ("kafka:orders/placed", None, "{}", "a topic's name"),
         ("kafka:..", None, "{}", "a topic's name"),
+        ("sqs:https://user:secret@host/1/orders", None, "{}", "a queue's name"),
+        ("sqs:" + "o" * 81, None, "{}", "a queue's name"),
     ],
 )
 def test_sql_refuses_it_too(bench: Bench, to: str, key: str | None, headers: str, why: str) -> None:
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="no broker takes a message to") as refused:
         bench.do("select idemconsumer.publish(%s, '1', %s, %s::jsonb)", to, key, headers)
     assert why in (refused.value.diag.message_hint or "")
+    assert "secret" not in str(refused.value)
     bench.do("select idemconsumer.publish('sqs:orders.fifo', '1', null, '{\"MessageGroupId\": \"customer-1\"}')")
+    bench.do("select idemconsumer.publish('sqs:https://sqs.eu-west-1.amazonaws.com/1/orders', '1')")
     bench.do("select idemconsumer.publish('rabbitmq:a/b', '1', %s), idemconsumer.publish('kafka:a.b', '1')", "k" * 255)

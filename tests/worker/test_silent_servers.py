@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Literal
+from typing import Any, Literal
 
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import App, Tx
+from idemconsumer.sql.answering import AnsweringConnection
+from idemconsumer.worker import retention
 from idemconsumer.worker.retention import prune_once
 from tests.support.servers.proxy import Proxy, Trap
 from tests.support.tuning import tuned
@@ -29,12 +31,20 @@ async def proxy(bench: Bench) -> AsyncIterator[Proxy]:
 async def test_a_pass_of_retention_that_gets_no_answer_ends(
     bench: Bench, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned(monkeypatch, retention_patience=0.3)
+    made, connect = list[AnsweringConnection[Any]](), retention._connect
+
+    async def noted(dsn: str) -> AnsweringConnection[Any]:
+        made.append(await connect(dsn))
+        return made[-1]
+
+    monkeypatch.setattr(retention, "_connect", noted)
     trap = proxy.freeze_at(b"begun_at", mode="after")
+    pruning = asyncio.create_task(prune_once(make_conninfo(bench.dsn, host="127.0.0.1", port=proxy.port), SCHEMA))
     async with asyncio.timeout(PATIENCE):
+        await trap.sprung.wait()
+        made[0].patience = 0.3  # from now on: all before it may take longer
         with pytest.raises(psycopg.OperationalError, match="no answer from the server"):
-            await prune_once(make_conninfo(bench.dsn, host="127.0.0.1", port=proxy.port), SCHEMA)
-    assert trap.sprung.is_set()
+            await pruning
 
     async def prunes() -> bool:
         return await prune_once(bench.dsn, SCHEMA) is not None

@@ -101,9 +101,9 @@ async def test_what_goes_wrong_delays_schedules_and_is_said_once(
     desk.missed(1)
     running = asyncio.create_task(schedules.run())
     await until(lambda: len(desk.keys) == 1)
-    await until(lambda: times(logged, "schedules looked at again") == 1)
+    await until(lambda: times(logged, "schedules are checked again") == 1)
     running.cancel()
-    assert times(logged, "schedules not looked at, will retry") == 1
+    assert times(logged, "schedules could not be checked, will retry") == 1
 
 
 async def test_of_twenty_workers_one_starts_each_slot(desk: Desk) -> None:

@@ -68,7 +68,7 @@ class Risky(Lasting):
     ("retain", "level", "text"),
     [
         ("3d", "error", 'records are kept for 3 days; write retain="11d"'),
-        ("10d", "warning", 'less than a day for what is in hand at the end; write retain="11d"'),
+        ("10d", "warning", 'less than a day for messages in flight at the end; write retain="11d"'),
         ("14d", "warning", "removes a message after 3 receives"),
     ],
 )

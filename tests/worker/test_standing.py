@@ -55,6 +55,6 @@ async def test_a_message_in_which_its_worker_stands_still_is_a_dead_letter(
         assert [reason for reason, _ in letters] == ["killed_worker"], said.decode()
         assert killer.encode() in letters[0][1]
         assert applied() == sorted(set(ids) - {killer})
-    spun, held = b'"event":"the event loop stands still, leaving as if killed', b"no sign of life, killing"
+    spun, held = b'"event":"event loop blocked, exiting as if killed', b"no sign of life, killing"
     deaths = said.count(spun if killer == "spins" else held)
     assert deaths == 3, "one that was not known, one that was marked, and the one attempt"

@@ -12,7 +12,14 @@ from idemconsumer.worker.reporting import Reporting
 from idemconsumer.worker.retention import prune_once
 from tests.support.logs import LogCapture, times
 from tests.support.tuning import tuned
+from tests.support.waiting import PATIENCE
 from tests.support.workers import SCHEMA, Bench, Item, note
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who leaves is off the record, however slow the database is just then."""
+    tuned(monkeypatch, steering_farewell=PATIENCE)
 
 
 @pytest.fixture

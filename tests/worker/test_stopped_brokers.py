@@ -96,7 +96,7 @@ async def test_rabbitmq(
 async def test_sqs(
     bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch, private_elasticmq: PrivateElasticMQ
 ) -> None:
-    tuned(monkeypatch, sqs_read_patience=2.0, sqs_silent_after=1.0, sqs_calls=1)
+    tuned(monkeypatch, sqs_read_patience=15.0, sqs_silent_after=1.0, sqs_calls=1)
     server = private_elasticmq()
 
     async def create() -> None:

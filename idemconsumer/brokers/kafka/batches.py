@@ -115,7 +115,7 @@ def _pieces(at: TopicPartition, raw: bytes, base: int, following: int, undone: C
         try:
             records = decode(records)
         except TooLarge as error:
-            fault = f"the batch has {error} when it is decompressed ({name}), and is kept as it is compressed"
+            fault = f"the batch has {error} when decompressed ({name}), so it is stored in its compressed form"
             return [replace(*whole(fault), whole=True, large=True)]
         except Exception as error:  # noqa: BLE001 - of whichever library decompresses
             return whole(f"the batch cannot be decompressed ({name}: {type(error).__name__})")

@@ -22,7 +22,7 @@ from idemconsumer.brokers.kafka.checking import (
     subscription_findings,
     topics_of,
 )
-from idemconsumer.brokers.kafka.client import stop, words
+from idemconsumer.brokers.kafka.client import stop
 from idemconsumer.brokers.kafka.connection import connection_options
 from idemconsumer.brokers.kafka.diagnosis import unavailable
 from idemconsumer.brokers.kafka.placing import Placing
@@ -113,7 +113,7 @@ class KafkaBroker:
                 raise BrokerUnavailable(missing_text(self._servers, sorted(topics.names)))
             await seat.refuse(consumer)
             placing = self._placing(consumer, group)
-            session = KafkaSession(consumer, group, topics, bounds, self._servers, placing, seat)
+            session = KafkaSession(consumer, group, topics, bounds, self._servers, placing, seat, self._connection)
             session.start(existing)
         except (TimeoutError, KafkaError, OSError) as error:
             await stop(consumer)
@@ -146,11 +146,8 @@ class KafkaBroker:
             return await self._relay.relay(name, messages)
         except (TimeoutError, KafkaError, OSError) as error:
             self._publisher.forget(name)
-            if not self._relay.producing.known:
-                raise await self._unusable(error) from error
-            raise BrokerUnavailable(
-                f"Kafka at {self._servers} did not confirm {len(messages)} message(s) to topic {name!r}: {words(error)}"
-            ) from error
+            undone = f"did not confirm {len(messages)} message(s) to topic {name!r}"
+            raise await unavailable(self._servers, self._connection, error, undone) from error
 
     def _missing(self, topic: str) -> str:
         return missing_text(self._servers, [topic])

@@ -26,7 +26,7 @@ async def subscription_findings(
     subject = subscription.source
     topics = await topics_of(admin, subscription)
     if not topics:
-        return [Finding("warning", subject, "matches no topic yet; one that does is read soon after it is created")]
+        return [Finding("warning", subject, "matches no topic yet; a matching topic is read soon after it is created")]
     lacking = await lacking_rights(admin._client, topics)
     found = [
         Finding("error", f"kafka:{topic}", f"this user lacks {right} on the topic, so it stays unread; {ALLOW_READ}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from aiokafka import errors
@@ -28,8 +29,8 @@ _REFUSALS: Final[Mapping[type[errors.KafkaError], str]] = {
         "group.min.session.timeout.ms and group.max.session.timeout.ms (6 s and 1800 s by default)"
     ),
     errors.InconsistentGroupProtocolError: (
-        "the group has live members that share partitions by another protocol than ours (roundrobin), perhaps of "
-        'another program; stop them, or give the handlers a consumer_group="…" of their own'
+        "live members of the group, perhaps of another program, assign partitions by another protocol than ours "
+        '(roundrobin); stop them, or give the handlers a consumer_group="…" of their own'
     ),
     errors.GroupAuthorizationFailedError: (
         "this user may not join the group; allow it to READ the group, and to READ and DESCRIBE its topics"
@@ -61,9 +62,29 @@ async def unusable(options: Mapping[str, Any]) -> str | None:
     return found
 
 
-async def unavailable(servers: str, options: Mapping[str, Any], error: BaseException) -> BrokerUnavailable:
-    """What to raise for an error of the client that says too little."""
-    return BrokerUnavailable(f"Kafka at {servers} cannot be used: {await unusable(options) or words(error)}")
+async def unavailable(
+    servers: str, options: Mapping[str, Any], error: BaseException, undone: str = "cannot be used"
+) -> BrokerUnavailable:
+    """What to raise for an error of the client, which says too little, also of one that was connected before."""
+    return BrokerUnavailable(f"Kafka at {servers} {undone}: {await unusable(options) or words(error)}")
+
+
+def has_expired(options: Mapping[str, Any]) -> str | None:
+    """That our certificate has, in words."""
+    return expired(getattr(options.get("ssl_context"), "certificate", None))
+
+
+@asynccontextmanager
+async def answered(options: Mapping[str, Any], within: float) -> AsyncIterator[None]:
+    """A block that waits for the servers for so long, and only some seconds once our certificate has expired: the
+    client tries again and again, and says nothing. Raises TimeoutError."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(within) as limit:
+        asked = loop.call_later(ANSWER, lambda: limit.reschedule(loop.time()) if has_expired(options) else None)
+        try:
+            yield
+        finally:
+            asked.cancel()
 
 
 async def _server(host: str, port: int, options: Mapping[str, Any]) -> str | None:
@@ -77,8 +98,8 @@ async def _server(host: str, port: int, options: Mapping[str, Any]) -> str | Non
         if "sasl_oauth_token_provider" in options:
             return f"{at} refused the token; correct the client's id, scope and rights, or those of the AWS credentials"
         return (
-            f"{at} refused the login by {how}: wrong IDEMCONSUMER_KAFKA_SASL_USERNAME or _PASSWORD, or a user without "
-            f"credentials for {how}"
+            f"{at} refused the login with {how}: wrong IDEMCONSUMER_KAFKA_SASL_USERNAME or _PASSWORD, or a user "
+            f"without credentials for {how}"
         )
     except (errors.KafkaError, OSError, TimeoutError, EOFError) as error:
         unreachable = unreached(error, at, "IDEMCONSUMER_KAFKA", "IDEMCONSUMER_KAFKA_CA_FILE")
@@ -94,7 +115,7 @@ async def _server(host: str, port: int, options: Mapping[str, Any]) -> str | Non
             _, writer = await asyncio.wait_for(asyncio.open_connection(advertised, its_port), ANSWER)
         except (OSError, TimeoutError) as error:
             return (
-                f"{at} answers, but names a broker {advertised}:{its_port} that cannot be reached from here "
+                f"{at} answers, but advertises a broker {advertised}:{its_port} that cannot be reached from here "
                 f"({words(error)}); correct advertised.listeners of that broker"
             )
         writer.close()
@@ -103,22 +124,25 @@ async def _server(host: str, port: int, options: Mapping[str, Any]) -> str | Non
 
 async def _other_protocol(host: str, port: int, options: Mapping[str, Any], error: BaseException) -> str:
     """Our protocol failed; which one does the server speak?"""
-    if (why := expired(getattr(options.get("ssl_context"), "certificate", None))) is not None:
-        return f"{host}:{port} refuses us: {why}"
+    if (why := has_expired(options)) is not None:
+        return f"{host}:{port} refuses the connection: {why}"
     at, ours = f"{host}:{port}", options["security_protocol"]
+    if isinstance(error, TimeoutError):
+        return f"{at} does not answer ({words(error)})"
     if (tls := await speaks_tls(host, port)) is None:
         return f"{at} does not answer ({words(error)})"
     if tls is not ours.endswith("SSL"):
         instead = "SSL or SASL_SSL" if tls else "PLAINTEXT or SASL_PLAINTEXT"
         return f"{at} speaks {'TLS' if tls else 'no TLS'}; set {_PROTOCOL} to {instead} (it is {ours})"
     if (mechanisms := await _mechanisms(host, port, options)) is None:
-        return f"{at} does not speak Kafka's protocol, or wants a client certificate ({words(error)})"
+        return f"{at} does not speak Kafka's protocol, or requires a client certificate ({words(error)})"
     if not mechanisms and ours.startswith("SASL"):
-        return f"{at} takes no login; set {_PROTOCOL} to {ours.removeprefix('SASL_')} (it is {ours})"
+        return f"{at} accepts no login; set {_PROTOCOL} to {ours.removeprefix('SASL_')} (it is {ours})"
     if mechanisms and not ours.startswith("SASL"):
-        return f"{at} wants a login, by {' or '.join(mechanisms)}; set {_PROTOCOL} to SASL_{ours}"
+        return f"{at} requires a login with {' or '.join(mechanisms)}; set {_PROTOCOL} to SASL_{ours}"
     if mechanisms and (asked := options["sasl_mechanism"]) not in mechanisms:
-        return f"{at} takes no logins by {asked}; set IDEMCONSUMER_KAFKA_SASL_MECHANISM to {' or '.join(mechanisms)}"
+        allowed = " or ".join(mechanisms)
+        return f"{at} accepts no logins with {asked}; set IDEMCONSUMER_KAFKA_SASL_MECHANISM to {allowed}"
     return f"{at} failed: {words(error)}"
 
 

@@ -11,6 +11,7 @@ from aiokafka.errors import KafkaError
 
 from idemconsumer.brokers.kafka import client as kafka_client
 from idemconsumer.brokers.kafka.client import ALLOW_READ, create_command, end_offsets, name_of, position_of, words
+from idemconsumer.brokers.kafka.diagnosis import has_expired, unusable
 from idemconsumer.brokers.kafka.topics import Topics
 
 GIVE_UP = 60.0  # seconds without an answer: longer than a group remembers a silent member
@@ -19,11 +20,19 @@ GIVE_UP = 60.0  # seconds without an answer: longer than a group remembers a sil
 class Health:
     """Broker down, topic missing, fetch stalled: each is logged once when it begins and once when it is over."""
 
-    def __init__(self, consumer: AIOKafkaConsumer, topics: Topics, servers: str, log: Any) -> None:
+    def __init__(
+        self,
+        consumer: AIOKafkaConsumer,
+        topics: Topics,
+        servers: str,
+        log: Any,
+        connection: Mapping[str, Any],
+    ) -> None:
         self._consumer = consumer
         self._topics = topics
         self._servers = servers
         self._log = log
+        self._connection = connection
         self._down_since: float | None = None
         self._missing: frozenset[str] = frozenset()
         self._unmatched: frozenset[str] = frozenset()
@@ -81,7 +90,7 @@ class Health:
                     await self._consumer.topics()
         except (TimeoutError, KafkaError) as error:
             if self._existing() == known:
-                return self._unreachable(error)
+                return await self._unreachable(error)
             # Otherwise a topic disappeared during the request.
         if self._down_since is not None:
             self._down_since = None
@@ -95,16 +104,19 @@ class Health:
         known = self._consumer._client.cluster.topics() | self._topics.names
         return frozenset(topic for topic in known if self._consumer.partitions_for_topic(topic))
 
-    def _unreachable(self, error: Exception) -> str | None:
+    async def _unreachable(self, error: Exception) -> str | None:
         now = asyncio.get_running_loop().time()
         if self._down_since is None:
             self._down_since = now
             self._log.warning(
                 "kafka unreachable",
                 servers=self._servers,
-                error=words(error),
-                instead="start the brokers, or set IDEMCONSUMER_KAFKA to where they are",
+                error=await unusable(self._connection) or words(error),
             )
+        elif (expired := has_expired(self._connection)) is not None and expired in (
+            why := await unusable(self._connection) or ""  # else they may only be away
+        ):
+            return f"Kafka at {self._servers} cannot be used: {why}"
         elif now - self._down_since >= GIVE_UP:
             return f"Kafka at {self._servers} has not answered for {now - self._down_since:.0f} s"
         return None

@@ -38,10 +38,10 @@ async def lag_findings(
             text = f"{where}, and the log begins at {start.offset}: Kafka has deleted {start.lost} unread offset(s)"
             found.append(Finding("error", subject, f"{text}; keep messages longer (retention.ms), or add workers"))
         elif start.beyond:
-            text = f"{where}, and the log ends at {ends[at]}: it is not the log that the group has read"
-            found.append(Finding("error", subject, f"{text}; a worker reads it from where it is another one"))
+            text = f"{where}, and the log ends at {ends[at]}: this is not the log that the group has read"
+            found.append(Finding("error", subject, f"{text}; a worker reads it from the point where the logs differ"))
         elif offset < old.get(at, 0):
-            text = f"{where}; the oldest unread message is older than half of the time for which Kafka keeps it"
+            text = f"{where}; the oldest unread message is older than half of its retention time"
             found.append(Finding("warning", subject, f"{text}; add workers, or keep messages longer (retention.ms)"))
     return found
 

@@ -27,7 +27,7 @@ async def leave(settings: Settings, memberships: Mapping[str, str]) -> None:
             await admin._send_request(LeaveGroupRequest(group, member), coordinator)
     except (KafkaError, OSError, TimeoutError) as error:
         raise BrokerUnavailable(
-            f"Kafka at {settings.kafka}: a dead worker's groups are not left: {words(error)}"
+            f"Kafka at {settings.kafka}: could not leave a dead worker's groups: {words(error)}"
         ) from error
     finally:
         await admin.close()

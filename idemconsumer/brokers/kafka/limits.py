@@ -73,8 +73,8 @@ async def _members(admin: AIOKafkaAdminClient, subject: str, group: str) -> list
         return []
     clients = ", ".join(sorted({f"{member['client_id']} at {member['client_host']}" for member in members}))
     text = (
-        f"the group {group!r} has live members that share its partitions by {assignor or kind!r}, and ours by "
-        f"{_OURS!r}: Kafka lets nobody join ({clients}); stop them, or give the handler another consumer_group=…"
+        f"live members of the group {group!r} assign partitions by {assignor or kind!r}, and workers by {_OURS!r}, so "
+        f"Kafka lets no worker join ({clients}); stop these members, or give the handler another consumer_group=…"
     )
     return [Finding("error", subject, text)]
 
@@ -87,8 +87,8 @@ async def _session(admin: AIOKafkaAdminClient, subject: str, session_timeout: fl
     if least <= session_timeout <= most:
         return []
     text = (
-        f"kafka_session_timeout is {session_timeout:g} s, and the brokers take {least:g} to {most:g} s "
-        f"({_LEAST}, {_MOST}); set IDEMCONSUMER_KAFKA_SESSION_TIMEOUT to a value between"
+        f"kafka_session_timeout is {session_timeout:g} s, but the brokers allow {least:g} to {most:g} s "
+        f"({_LEAST}, {_MOST}); set IDEMCONSUMER_KAFKA_SESSION_TIMEOUT to a value in that range"
     )
     return [Finding("error", subject, text)]
 

@@ -26,7 +26,7 @@ from aiokafka.errors import KafkaError
 from idemconsumer.brokers.kafka import client as kafka_client
 from idemconsumer.brokers.kafka.batches import Piece
 from idemconsumer.brokers.kafka.client import cluster_of, name_of
-from idemconsumer.brokers.kafka.leader_epochs import ends_of
+from idemconsumer.brokers.kafka.leader_epochs import ends_of, present_leaders
 from idemconsumer.brokers.kafka.start import (
     Log,
     Mark,
@@ -34,6 +34,7 @@ from idemconsumer.brokers.kafka.start import (
     Start,
     history_of,
     left_quiet,
+    next_counter,
     resume,
     start_at,
     topic_of,
@@ -46,14 +47,15 @@ from idemconsumer.user_code.cancellation import end, retrieve
 
 _DELETED: Final = "Kafka deleted them before the group read them: keep messages longer (retention.ms), or add workers"
 _CUT: Final = (
-    "the log is not the one that the group has read: a replica without its end became the leader (unclean election), "
-    "it was restored, or the topic was made anew; it is read from begins_at on"
+    "the log is not the one that the group has read: a replica that lacks its end became the leader (unclean "
+    "election), the log was restored, or the topic was recreated; reading continues at begins_at"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     committed: int | None
+    mark: Mark | None
     resume: Resume
     start: Start
     end: int
@@ -64,7 +66,7 @@ class _Found:
 @dataclass(frozen=True, slots=True)
 class Begin:
     """Where a reader begins. What stands below `inherited_below` its last owner may have begun, and died of (K10). What
-    comes before `offset` was written in the epoch of this `leader`, None if unknown."""
+    comes before `offset` was written in the epoch of this `leader` or before, None if unknown."""
 
     offset: int
     inherited_below: int
@@ -114,7 +116,7 @@ class Placing:
                 found = begun
         except (StoreUnavailable, TimeoutError, KafkaError) as error:
             if not self._waiting:
-                self._log.warning("kafka waits to learn where to begin", error=error_text(error))
+                self._log.warning("kafka position unknown, waiting", error=error_text(error))
             self._waiting = True
             return {}
         self._waiting = False
@@ -240,27 +242,29 @@ class Placing:
     async def _ask(
         self, partitions: Sequence[TopicPartition], known: Mapping[Place, Kept], ids: Mapping[str, str]
     ) -> dict[TopicPartition, _Found]:
+        # First: an epoch that is over by the time at which the log is looked at costs a question, a later one messages.
+        present = await present_leaders(self._consumer._client, partitions)
         async with asyncio.timeout(kafka_client.PROBE_TIMEOUT):
             commits = await self._consumer._coordinator.fetch_committed_offsets(partitions)
             starts = await self._consumer.beginning_offsets(partitions)
             ends = await self._consumer.end_offsets(partitions)
-        resumes = {}
+        resumes: dict[TopicPartition, tuple[int | None, Mark | None, Resume]] = {}
         for at in partitions:
             commit, row = commits.get(at), known.get((at.topic, at.partition))
             committed = None if commit is None else commit.offset
             mark = None if commit is None or self._positions is None else Mark.of(commit.metadata or "")
-            resumes[at] = committed, resume(committed, mark, row, ids.get(at.topic))
-        leaders = {at: each.leader for at, (_, each) in resumes.items() if each.leader is not None}
+            resumes[at] = committed, mark, resume(committed, mark, row, ids.get(at.topic))
+        leaders = {at: each.leader for at, (*_, each) in resumes.items() if each.leader is not None}
         shared = await ends_of(self._consumer._client, leaders)
         found = {}
         for at in partitions:
-            committed, to_resume = resumes[at]
+            committed, mark, to_resume = resumes[at]
             log = Log(starts[at], ends[at], shared.get(at))
             start = start_at(to_resume.offset, log, latest=self._latest and to_resume.new)
             row = known.get((at.topic, at.partition))
             quiet = self._positions is not None and left_quiet(committed, row, to_resume)
-            leader = None if start.beyond else leaders.get(at)
-            found[at] = _Found(committed, to_resume, start, log.end, quiet, leader)
+            leader = present.get(at) if start.beyond or at not in leaders else leaders[at]
+            found[at] = _Found(committed, mark, to_resume, start, log.end, quiet, leader)
         return found
 
     async def _begin(
@@ -277,11 +281,11 @@ class Placing:
         for at, each in found.items():
             kept, topic, place = each.resume.kept, ids.get(at.topic), (at.topic, at.partition)
             if kept is None or each.start.beyond or (topic is not None and topic_of(kept.history) is None):
-                before, offset = known.get(place), each.start.offset
-                former = None if before is None else before.history
-                histories[place] = Kept(history_of(topic, uuid.uuid4().hex[:16]), former, base=offset, position=offset)
+                history, offset = history_of(topic, uuid.uuid4().hex[:16]), each.start.offset
+                counter = next_counter(each.mark, known.get(place))
+                histories[place] = Kept(history, offset, counter, position=offset, leader=each.leader)
             else:
-                histories[place] = replace(kept, counter=kept.counter + 1)
+                histories[place] = replace(kept, counter=kept.counter + 1, leader=each.leader)
         counters = await positions.begin(self._cluster or "", self._group, histories, server) if histories else {}
         if len(counters) < len(histories):
             return None
@@ -301,24 +305,32 @@ class Placing:
             start = each.start
             if each.resume.set_back:
                 self._log.error(
-                    "the database was set back, kafka messages are read again",
+                    "the database has lost commits, reading kafka messages again",
                     partition=name_of(at),
                     committed=each.committed,
                     begins_at=start.offset,
-                    instead="require_synchronous_standby, if no failover may lose what was acknowledged",
+                    instead="set require_synchronous_standby if no failover may lose acknowledged messages",
                 )
             if each.resume.anew:
                 self._log.warning(
-                    "kafka topic was made anew, it is read from its start",
+                    "kafka topic was recreated, reading it from its start",
                     partition=name_of(at),
                     begins_at=start.offset,
                 )
             if each.resume.forgotten:
                 self._log.warning(
-                    "kafka has forgotten the group's offset, the database has it",
+                    "kafka has lost the group's offset, using the stored position",
                     partition=name_of(at),
                     begins_at=start.offset,
-                    instead="`idemconsumer kafka reset`, to read from elsewhere",
+                    instead="to read from elsewhere, run `idemconsumer kafka reset`",
+                )
+            if each.resume.older:
+                self._log.warning(
+                    "kafka has an older offset than the database, using the stored position",
+                    partition=name_of(at),
+                    committed=each.committed,
+                    begins_at=start.offset,
+                    instead="to read from elsewhere, run `idemconsumer kafka reset`",
                 )
             if start.lost or start.beyond:
                 self._log.error(

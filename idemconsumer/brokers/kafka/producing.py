@@ -14,18 +14,20 @@ from typing import Any, Final
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
+from idemconsumer.errors import BrokerUnavailable
+from idemconsumer.opening import Opening
+
 STOP_TIMEOUT: Final = 10.0
 
 
 class Producing:
-    """acks=all and idempotent; `options` are more of the client's. `known`: the servers have answered."""
+    """acks=all and idempotent; `options` are more of the client's."""
 
     def __init__(self, connection: dict[str, Any], most_bytes: int, **options: Any) -> None:
         self._options = {**connection, **options, "max_request_size": most_bytes}
         self._producer: AIOKafkaProducer | None = None
-        self._starting = asyncio.Lock()
+        self._starting = Opening(BrokerUnavailable)
         self._leaving = set[asyncio.Task[None]]()
-        self.known = False
 
     @contextlib.asynccontextmanager
     async def using(self) -> AsyncIterator[AIOKafkaProducer]:
@@ -38,7 +40,7 @@ class Producing:
             raise
 
     async def get(self) -> AIOKafkaProducer:
-        async with self._starting:
+        async with self._starting.turn():
             if self._producer is None:
                 producer = AIOKafkaProducer(**self._options, acks="all", enable_idempotence=True)
                 try:
@@ -46,7 +48,7 @@ class Producing:
                 except BaseException:
                     await producer.stop()
                     raise
-                self._producer, self.known = producer, True
+                self._producer = producer
             return self._producer
 
     def discard(self, producer: AIOKafkaProducer) -> None:
@@ -59,7 +61,7 @@ class Producing:
 
     async def close(self) -> None:
         """What is not confirmed yet may still get there."""
-        self.known = False
+        await self._starting.close()
         if self._producer is not None:
             self.discard(self._producer)
         if self._leaving:

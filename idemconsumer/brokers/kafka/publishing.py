@@ -11,8 +11,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError, TopicAuthorizationFailedError
 
 from idemconsumer.brokers.kafka.checking import missing_text, partitions_of
-from idemconsumer.brokers.kafka.client import words
-from idemconsumer.brokers.kafka.diagnosis import unavailable
+from idemconsumer.brokers.kafka.diagnosis import answered, unavailable
 from idemconsumer.brokers.kafka.producing import Producing
 from idemconsumer.brokers.sendable import largest_record
 from idemconsumer.errors import BadMessage, BrokerUnavailable
@@ -44,7 +43,7 @@ class Publisher:
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         """See `KafkaBroker.publish`."""
         try:
-            async with asyncio.timeout(PUBLISH_TIMEOUT), self._producing.using() as producer:
+            async with answered(self._connection, PUBLISH_TIMEOUT), self._producing.using() as producer:
                 # Sending to a missing topic waits for the whole request time-out, and gives no reason.
                 if not await self.partitions(name):
                     raise BrokerUnavailable(missing_text(self._servers, [name]))
@@ -64,11 +63,8 @@ class Publisher:
             raise _too_large(name) from error
         except (TimeoutError, KafkaError, OSError) as error:
             self._counts.pop(name, None)  # it may be gone
-            if not self._producing.known:
-                raise await unavailable(self._servers, self._connection, error) from error
-            raise BrokerUnavailable(
-                f"Kafka at {self._servers} did not confirm {len(messages)} message(s) to topic {name!r}: {words(error)}"
-            ) from error
+            undone = f"did not confirm {len(messages)} message(s) to topic {name!r}"
+            raise await unavailable(self._servers, self._connection, error, undone) from error
 
     async def reply(self, replies: Sequence[Reply]) -> list[Unsent | None]:
         """See `ports.Replying`."""
@@ -85,7 +81,7 @@ class Publisher:
         if reply.address.correlation is not None:
             headers.append((KAFKA_CORRELATION, _bytes(reply.address.correlation)))
         try:
-            async with asyncio.timeout(PUBLISH_TIMEOUT), self._producing.using() as producer:
+            async with answered(self._connection, PUBLISH_TIMEOUT), self._producing.using() as producer:
                 if not await self._takes(to, partition):
                     lacks = f"no topic {to!r}" if partition is None else f"no partition {partition} of a topic {to!r}"
                     return Unsent(f"Kafka at {self._servers} has {lacks}", final=True, gone=True)
@@ -99,9 +95,7 @@ class Publisher:
             return Unsent(f"Kafka at {self._servers}: this user may not write to topic {to!r}", final=True)
         except (TimeoutError, KafkaError, OSError) as error:
             self._counts.pop(to, None)
-            if not self._producing.known:
-                return Unsent(str(await unavailable(self._servers, self._connection, error)))
-            return Unsent(f"Kafka at {self._servers} did not confirm a reply: {words(error)}")
+            return Unsent(str(await unavailable(self._servers, self._connection, error, "did not confirm a reply")))
         return None
 
     async def _takes(self, topic: str, partition: int | None) -> bool:
@@ -141,4 +135,4 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _too_large(topic: str) -> BadMessage:
-    return BadMessage("oversized", f"Kafka takes no message of that size for topic {topic!r}")
+    return BadMessage("oversized", f"Kafka accepts no message of that size for topic {topic!r}")

@@ -25,6 +25,7 @@ from aiokafka.errors import (
 from aiokafka.partitioner import DefaultPartitioner
 
 from idemconsumer.brokers.kafka.client import words
+from idemconsumer.brokers.kafka.diagnosis import answered, unavailable
 from idemconsumer.brokers.kafka.producing import Producing
 from idemconsumer.brokers.sendable import record_bytes
 from idemconsumer.errors import BrokerUnavailable
@@ -63,6 +64,7 @@ class Relay:
         missing: Callable[[str], str],
     ) -> None:
         self._servers = servers
+        self._connection = connection
         self.most_bytes = most_bytes
         self.producing = Producing(connection, most_bytes, max_batch_size=min(_BATCH, most_bytes))
         self._partitions = partitions
@@ -72,14 +74,15 @@ class Relay:
         """See `ports.Relaying`. Raises KafkaError, OSError and TimeoutError where nothing was confirmed."""
         sending = _Sending(self, topic, messages)
         try:
-            async with asyncio.timeout(CONFIRM):
+            async with answered(self._connection, CONFIRM):
                 if not await self._partitions(topic):
                     raise BrokerUnavailable(self._missing(topic))
                 await sending.run()
         except BaseException as error:
             if ends_this_task(error) or all(each is not None for each in sending.answers):
                 raise
-            return sending.given_up(f"Kafka at {self._servers} did not confirm it: {words(error)}")
+            why = await unavailable(self._servers, self._connection, error, "did not confirm it")
+            return sending.given_up(str(why))
         return sending.answers
 
     async def close(self) -> None:
@@ -123,7 +126,7 @@ class _Sending:
                 self._refuse(index, f"it cannot be encoded: {error}")
                 continue
             if too_large:
-                self._refuse(index, f"it is larger than the {self._relay.most_bytes} bytes that are sent to Kafka")
+                self._refuse(index, f"it is larger than {self._relay.most_bytes} bytes, the limit for Kafka")
                 continue
             partition = any_of_them if key is None else _partitioner(key, there, there)
             of.setdefault(partition, []).append(index)

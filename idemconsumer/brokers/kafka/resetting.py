@@ -17,7 +17,9 @@ from idemconsumer.brokers.kafka.checking import missing_text, partitions_of
 from idemconsumer.brokers.kafka.client import cluster_of, name_of
 from idemconsumer.brokers.kafka.connection import connection_options
 from idemconsumer.brokers.kafka.diagnosis import unavailable
+from idemconsumer.brokers.kafka.leader_epochs import present_leaders
 from idemconsumer.brokers.kafka.limits import described_group
+from idemconsumer.brokers.kafka.start import Mark
 from idemconsumer.brokers.kafka.topic_ids import topic_ids
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.settings import Settings
@@ -27,11 +29,14 @@ _TIMEOUT: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Of one partition: the group's offset before, None where it had none, and the new one."""
+    """Of one partition: the group's offset before, None where it had none, with its mark, and the new one. `leader`:
+    the epoch of the log that it is of, None if unknown (K21)."""
 
     partition: int
     before: int | None
+    mark: Mark | None
     offset: int
+    leader: int | None
 
 
 class GroupOffsets:
@@ -56,19 +61,23 @@ class GroupOffsets:
         if not (count := await partitions_of(self._admin, topic)):
             raise BrokerUnavailable(missing_text(servers, [topic]))
         if partition is not None and partition >= count:
-            raise ConfigurationError(f"kafka:{topic}/{partition} is not there: the last partition is {count - 1}")
+            raise ConfigurationError(f"kafka:{topic}/{partition} does not exist: the last partition is {count - 1}")
         places = [TopicPartition(topic, each) for each in (range(count) if partition is None else [partition])]
+        await self._consumer._client.add_topic(topic)
+        leaders = await present_leaders(self._consumer._client, places)  # before its log is looked at: see `Placing`
         starts, ends = await self._consumer.beginning_offsets(places), await self._consumer.end_offsets(places)
         self._consumer.assign(places)
-        befores = {at: await self._consumer.committed(at) for at in places}
+        commits = await self._consumer._coordinator.fetch_committed_offsets(places)
+        befores = {at: commit.offset for at, commit in commits.items()}
+        marks = {at: Mark.of(commit.metadata or "") for at, commit in commits.items()}
         offsets = await self._offsets(to, starts, ends)
         for at, offset in offsets.items():
             if not starts[at] <= offset <= ends[at]:
                 raise ConfigurationError(
                     f"{name_of(at)} has no offset {offset}: its log goes from {starts[at]} to {ends[at]}; "
-                    "write one of these, `earliest`, `latest` or a time"
+                    "write an offset in that range, `earliest`, `latest` or a time"
                 )
-        return [Move(at.partition, befores[at], offsets[at]) for at in places]
+        return [Move(at.partition, befores.get(at), marks.get(at), offsets[at], leaders.get(at)) for at in places]
 
     async def commit(self, topic: str, moves: Sequence[Move]) -> None:
         """Set the offsets. Without a mark, so that they are obeyed whatever the database says (K12). Raises
@@ -102,7 +111,7 @@ class GroupOffsets:
 
     def _has_members(self, who: str = "joined just now") -> ConfigurationError:
         return ConfigurationError(
-            f"the group {self._group!r} has live members ({who}), which would go on from where they are; "
+            f"the group {self._group!r} has live members ({who}), which would keep their positions; "
             "stop its workers, and run this again"
         )
 

@@ -91,6 +91,7 @@ class KafkaSession:
         servers: str,
         placing: Placing,
         seat: Seat,
+        connection: Mapping[str, Any],
     ) -> None:
         self._consumer = consumer
         self._placing = placing
@@ -115,7 +116,7 @@ class KafkaSession:
 
         self._committing = asyncio.Lock()
         self._failed_commits = 0
-        self._health = Health(consumer, self._topics, servers, self._log)
+        self._health = Health(consumer, self._topics, servers, self._log, connection)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, existing: Iterable[str]) -> None:
@@ -363,7 +364,7 @@ class KafkaSession:
         if self._over or self._rebalancing:
             return
         if self._reading.place_anew():
-            self._log.warning("the database was restarted or replaced, kafka positions are read anew")
+            self._log.warning("the database was restarted or replaced, reading kafka positions again")
             self._changed.set()
 
     # --------------------------------------------------------------------------------------------- being over

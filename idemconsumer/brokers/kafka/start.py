@@ -42,14 +42,16 @@ def topic_of(history: str) -> str | None:
 @dataclass(frozen=True, slots=True)
 class Resume:
     """Up to where the group has read, None for nowhere. `set_back`: by the database, which lacks what came behind.
-    `anew`: what was read is another topic of that name. `forgotten`: Kafka has no offset of the group any more. `kept`:
-    the history that goes on; None: a new one begins. `leader`: the row's, of a history that led to this offset."""
+    `anew`: what was read is another topic of that name. `forgotten`: Kafka has no offset of the group any more.
+    `older`: it has another one, from before the row. `kept`: the history that goes on; None: a new one begins.
+    `leader`: the row's, of a history that led to this offset."""
 
     offset: int | None
     set_back: bool = False
     kept: Kept | None = None
     anew: bool = False
     forgotten: bool = False
+    older: bool = False
     leader: int | None = None
 
     @property
@@ -62,10 +64,10 @@ def resume(committed: int | None, mark: Mark | None, kept: Kept | None, topic: s
     """What to believe: the offset in Kafka with its mark, or what the database has kept (K12). `topic` is the id of the
     topic that has the name now, None where Kafka does not tell it.
 
-    An offset without a mark was set by a person, or by a version without marks, and is obeyed. A mark whose row the
-    database has, or had, says that everything below the offset is in it. Otherwise the database was set back. Where
-    Kafka has forgotten the offset, the row decides (K19). What belongs to another topic says nothing about this one
-    (K18).
+    Of row and mark the one with the greater counter is the later one. A mark that is later is of a write that the
+    database lacks: it was set back. Otherwise the row decides, and so it does where Kafka has forgotten the offset
+    (K19). An offset without a mark was set by a person, and is obeyed; with the row's number it is where its history
+    goes on (K20). What belongs to another topic says nothing about this one (K18).
     """
     anew = kept is not None and _of_another(kept.history, topic)
     kept = None if anew else kept
@@ -78,17 +80,19 @@ def resume(committed: int | None, mark: Mark | None, kept: Kept | None, topic: s
         if not same:
             return Resume(None, forgotten=True)
         return Resume(kept.position, kept=kept, forgotten=True, leader=kept.leader)
-    if committed is None or mark is None:
+    if committed is None or (mark is None and (kept is None or kept.position != committed)):
         return Resume(committed)
     if kept is None:
         return Resume(None, set_back=True)
-    if kept.former == mark.history:  # it was set back before, and Kafka has not heard of it yet
-        return Resume(min(kept.position, committed), set_back=True, kept=kept, leader=kept.leader)
-    if kept.history != mark.history:  # nor has the database heard of this history
-        return Resume(min(kept.position, mark.base), set_back=True, leader=kept.leader)
-    if mark.counter > kept.counter:
-        return Resume(min(kept.position, committed), set_back=True, leader=kept.leader)
-    return Resume(committed, kept=kept, leader=kept.leader)
+    if mark is not None and mark.counter > kept.counter:
+        begun = committed if mark.history == kept.history else mark.base  # what a person set back was to be read again
+        return Resume(min(kept.position, begun), set_back=True, leader=kept.leader)
+    return Resume(kept.position, kept=kept, older=kept.position != committed, leader=kept.leader)
+
+
+def next_counter(mark: Mark | None, row: Kept | None) -> int:
+    """Of a history that begins: later than all that Kafka or the database knows, be it of another topic."""
+    return max(-1 if mark is None else mark.counter, -1 if row is None else row.counter) + 1
 
 
 def left_quiet(committed: int | None, row: Kept | None, found: Resume) -> bool:

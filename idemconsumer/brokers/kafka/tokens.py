@@ -55,7 +55,7 @@ def oauth_tokens(settings: Settings, tls: ssl.SSLContext | None) -> Tokens:
     user, password = settings.kafka_sasl_username, settings.kafka_sasl_password
     if url is None or user is None or password is None:
         raise ConfigurationError(
-            "kafka_sasl_mechanism: OAUTHBEARER needs a server of tokens, and the client that it knows; set "
+            "kafka_sasl_mechanism: OAUTHBEARER needs a token server and a client that is registered there; set "
             "IDEMCONSUMER_KAFKA_OAUTH_TOKEN_URL, IDEMCONSUMER_KAFKA_SASL_USERNAME to the client's id and "
             "IDEMCONSUMER_KAFKA_SASL_PASSWORD to its secret"
         )

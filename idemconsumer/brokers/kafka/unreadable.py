@@ -89,7 +89,7 @@ class Unreadable:
             return
         halt.partition.forbidden = False
         if self._forbidden.pop(at.topic, None) is not None:
-            self._log.info("kafka topic may be read again", topic=at.topic)
+            self._log.info("kafka topic readable again", topic=at.topic)
         if batch is not None and not self._reading.follows(at, position, batch.leaders):
             return
         read: list[Piece] = []
@@ -114,7 +114,7 @@ class Unreadable:
         if now - halt.said >= SAY_AGAIN:
             halt.said = now
             self._log.error(
-                "kafka record unreadable, its partition stands still",
+                "kafka record unreadable, partition blocked",
                 topic=at.topic,
                 partition=at.partition,
                 offset=unreadable.offset,
@@ -126,4 +126,4 @@ class Unreadable:
     def _say_forbidden(self, topic: str, now: float) -> None:
         if now - self._forbidden.get(topic, -math.inf) >= SAY_AGAIN:
             self._forbidden[topic] = now
-            self._log.error("kafka topic may not be read, it stands still", topic=topic, instead=ALLOW_READ)
+            self._log.error("kafka topic not readable, no permission", topic=topic, instead=ALLOW_READ)

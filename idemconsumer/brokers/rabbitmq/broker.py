@@ -22,6 +22,7 @@ from idemconsumer.brokers.rabbitmq.streams import is_stream
 from idemconsumer.errors import BadMessage, BrokerUnavailable, ConfigurationError
 from idemconsumer.message.message import Subscription
 from idemconsumer.message.replies import OUTCOME
+from idemconsumer.opening import Opening
 from idemconsumer.ports.broker import BEHIND, Bounds, Finding, Outgoing, Reply, Unsent
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings
@@ -33,7 +34,7 @@ PERSISTENT = 2
 DIRECT = "amq.rabbitmq.reply-to."  # before the name of a requester that has no queue
 _Send: TypeAlias = Callable[[Wire], Awaitable[object]]
 _AROUND_HEADERS = 1024  # bytes of the frame that has them: other properties, of which none has more than 255
-_STREAM = "is a stream, without acks per message: what it held before would be passed over; use a quorum queue"
+_STREAM = "is a stream, which has no acks per message: its earlier messages would be skipped; use a quorum queue"
 
 
 class RabbitmqBroker:
@@ -119,11 +120,11 @@ class RabbitmqBroker:
         found.append(Finding("ok", subject, f"RabbitMQ at {self._link.where} has the queue {queue!r}"))
         if self._management is None:
             unread = "set IDEMCONSUMER_RABBITMQ_MANAGEMENT=http://user:password@host:15672"
-            return [*found, Finding("warning", subject, f"limits of {queue!r} were not read; {unread}")]
+            return [*found, Finding("warning", subject, f"the limits of {queue!r} were not read; {unread}")]
         try:
             described, version = await self._read(self._management, queue)
         except (OSError, ValueError) as error:
-            return [*found, Finding("warning", subject, f"limits of {queue!r} cannot be read: {error_text(error)}")]
+            return [*found, Finding("warning", subject, f"the limits of {queue!r} cannot be read: {error_text(error)}")]
         return [*found, *limits(subject, described, version)]
 
     async def retention_seconds(self, subscription: Subscription) -> float | None:
@@ -171,7 +172,7 @@ class _Publisher:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._connection: AbstractConnection | None = None
-        self._connecting = asyncio.Lock()
+        self._connecting = Opening(BrokerUnavailable)
         self._spare: list[AbstractChannel] = []
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
@@ -186,7 +187,7 @@ class _Publisher:
             if isinstance(answer, DeliveredMessage | ChannelNotFoundEntity):
                 raise self._link.unrouted(exchange, key, name) if exchange else self._link.missing(key)
             if _refused(answer):
-                raise BadMessage("unsendable", f"RabbitMQ does not take it for {name!r}: {answer}") from answer
+                raise BadMessage("unsendable", f"RabbitMQ does not accept it for {name!r}: {answer}") from answer
             if isinstance(answer, BaseException):
                 raise self._link.unavailable(f"publishing to {name!r} failed", answer) from answer
 
@@ -225,7 +226,7 @@ class _Publisher:
 
     def _unsent(self, answer: object) -> Unsent | None:
         if _refused(answer):
-            return Unsent(f"RabbitMQ at {self._link.where} does not take it: {answer}", final=True)
+            return Unsent(f"RabbitMQ at {self._link.where} does not accept it: {answer}", final=True)
         if isinstance(answer, DeliveredMessage):
             return Unsent(f"RabbitMQ at {self._link.where} has no such queue", final=True, gone=True)
         if isinstance(answer, BaseException):
@@ -238,9 +239,9 @@ class _Publisher:
         try:
             return await answered(self._send_all(sends), CONFIRM)
         except TimeoutError as error:
-            await self.close()
+            await self._drop()
             raise BrokerUnavailable(
-                f"RabbitMQ at {self._link.where} did not confirm what went to {where} in {CONFIRM:.0f} s; "
+                f"RabbitMQ at {self._link.where} did not confirm messages to {where} within {CONFIRM:.0f} s; "
                 "does it have an alarm? See `rabbitmq-diagnostics alarms`"
             ) from error
 
@@ -254,6 +255,10 @@ class _Publisher:
                 self._spare.append(channel)
 
     async def close(self) -> None:
+        await self._connecting.close()
+        await self._drop()
+
+    async def _drop(self) -> None:
         connection, self._connection = self._connection, None
         self._spare.clear()
         if connection is not None:
@@ -263,7 +268,7 @@ class _Publisher:
         while self._spare:
             if not (channel := self._spare.pop()).is_closed:
                 return channel
-        async with self._connecting:
+        async with self._connecting.turn():
             # `is_closed` stays False on a connection that was lost; `connected` is cleared.
             if self._connection is None or not self._connection.connected.is_set():
                 self._connection = await self._link.connect("publisher")
@@ -312,7 +317,7 @@ def _check_headers(wire: Wire, message: Outgoing) -> None:
         sum(len(name.encode()) + len(_bytes(value)) + 16 for name, value in message.headers.items()) + _AROUND_HEADERS
     )
     if most and size > most:
-        raise _Unsendable(f"its headers have {size} bytes, of {most} that fit into a frame")
+        raise _Unsendable(f"its headers have {size} bytes, and a frame holds {most}")
 
 
 class _Unsendable(Exception):

@@ -33,7 +33,7 @@ def limits(subject: str, queue: Mapping[str, Any], version: str) -> list[Finding
     arguments, policy = _given(queue)
     name, kind = queue.get("name", subject), queue.get("type", "classic")
     if kind == "stream":
-        return [Finding("error", subject, f"{name!r} is a stream, without acks per message; use a quorum queue")]
+        return [Finding("error", subject, f"{name!r} is a stream, which has no acks per message; use a quorum queue")]
     exchange = arguments.get("x-dead-letter-exchange", policy.get("dead-letter-exchange"))
     dead_letters = "the default exchange" if exchange == "" else None if exchange is None else repr(exchange)
     found = []
@@ -77,8 +77,8 @@ def _delivery_limit(subject: str, name: object, limit: int, dead_letters: str | 
         return Finding(
             "error",
             subject,
-            f"{said} and no dead-letter exchange: beyond it the broker deletes a message, and a "
-            "worker that ends returns all that it had prefetched; give it one, for example: rabbitmqctl "
+            f"{said} and no dead-letter exchange: beyond the limit the broker deletes a message, and each worker that "
+            "ends returns all that it had prefetched; give it an exchange, for example: rabbitmqctl "
             f"set_policy keep-{name} '^{name}$' "
             """'{"dead-letter-exchange":"dlx"}' --apply-to queues, and bind a queue to that exchange""",
         )
@@ -89,13 +89,13 @@ def _delivery_limit(subject: str, name: object, limit: int, dead_letters: str | 
             f"{said}, below {TAKE_OVER_AFTER}: messages that were only prefetched by restarting workers go to "
             f"{dead_letters} before the worker can take them over; set it to 20 or more",
         )
-    return Finding("ok", subject, f"{said}; what exceeds it goes to {dead_letters}")
+    return Finding("ok", subject, f"{said}; messages beyond it go to {dead_letters}")
 
 
 def _dropped(subject: str, name: object, what: str, dead_letters: str | None) -> Finding:
     said = f"queue {name!r} has a {what}"
     if dead_letters:
-        return Finding("ok", subject, f"{said}; what it takes out goes to {dead_letters}")
+        return Finding("ok", subject, f"{said}; messages that it removes go to {dead_letters}")
     return Finding("warning", subject, f"{said} and no dead-letter exchange: it deletes unprocessed messages")
 
 

@@ -121,12 +121,12 @@ class Link:
         if isinstance(error, aiormq.exceptions.InvalidFrameError) and "OpenOk" in str(error):
             return (
                 f"the vhost {self.vhost!r} is refused: it does not exist, or this user may not use it; see "
-                "`rabbitmqctl list_permissions`, or correct IDEMCONSUMER_RABBITMQ (the vhost / is written as nothing)"
+                "`rabbitmqctl list_permissions`, or correct IDEMCONSUMER_RABBITMQ (for the vhost /, write no path)"
             )
         if why := unreached(error, host.at, "IDEMCONSUMER_RABBITMQ", "cafile in IDEMCONSUMER_RABBITMQ"):
             return why
         if self.tls is not None and (why := expired(self.tls.certificate)) is not None:
-            return f"it refuses us: {why}"
+            return f"it refuses the connection: {why}"
         if (tls := await speaks_tls(host.name, host.port)) not in (None, host.encrypted):
             instead = "amqps://" if tls else "amqp://"
             return f"it speaks {'TLS' if tls else 'no TLS'} on that port; write {instead}, or the other port"
@@ -208,7 +208,7 @@ def _made(ca: str | None, cert: str | None, key: str | None, *, trusting: bool) 
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"settings: TLS for RabbitMQ: {error}; cafile={ca}, certfile={cert} and keyfile={key} in "
-            "IDEMCONSUMER_RABBITMQ have to name readable PEM files"
+            "IDEMCONSUMER_RABBITMQ must name readable PEM files"
         ) from error
     if trusting:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -16,6 +16,7 @@ from idemconsumer.brokers.sqs.wire import Entry, entry_of, requests
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.message.message import Subscription
 from idemconsumer.message.queues import GROUP, QueueAddress
+from idemconsumer.opening import Opening
 from idemconsumer.ports.broker import Bounds, Finding, Outgoing, Reply, Unsent
 from idemconsumer.settings import Settings
 
@@ -36,7 +37,7 @@ class SqsBroker:
 
     def __init__(self, settings: Settings) -> None:
         self._link = Link(settings)
-        self._connecting = asyncio.Lock()
+        self._connecting = Opening(BrokerUnavailable)
         self._clients: dict[tuple[str | None, str | None], Client] = {}  # by endpoint and region
         self._queues: dict[str, Queue] = {}
         self._replies = SqsReplies(self._link, self._client)
@@ -142,19 +143,20 @@ class SqsBroker:
         return max_receives(queue)
 
     async def close(self) -> None:
+        await self._connecting.close()
         clients, self._clients = self._clients, {}
         for client in clients.values():
             await farewell(client)
 
     async def _ready(self, name: str, *, anew: bool = False) -> tuple[Client, Queue]:
-        async with self._connecting:
+        async with self._connecting.turn():
             client = await self._client_at(at := address_of(name))
             if anew or name not in self._queues:
                 self._queues[name] = await self._link.queue(client, at)
             return client, self._queues[name]
 
     async def _client(self, at: QueueAddress) -> Client:
-        async with self._connecting:
+        async with self._connecting.turn():
             return await self._client_at(at)
 
     async def _client_at(self, at: QueueAddress) -> Client:

@@ -53,7 +53,7 @@ def _visibility(subject: str, queue: Queue) -> Finding:
     seconds = queue.number("VisibilityTimeout")
     said = f"visibility timeout {seconds} s"
     if seconds < LEAST_VISIBILITY:
-        return Finding("ok", subject, f"{said}; workers ask for {LEAST_VISIBILITY} s and extend that")
+        return Finding("ok", subject, f"{said}; workers request {LEAST_VISIBILITY} s and extend that")
     if seconds > LONG_VISIBILITY:
         return Finding(
             "warning",

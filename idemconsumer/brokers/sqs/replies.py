@@ -65,12 +65,12 @@ class SqsReplies:
             return self._queues[known]
         source, wanted = address_of(address.source), queue_address(address.to)
         if wanted is None or _NAME.fullmatch(wanted.name) is None:
-            return Unsent("the address is no queue", final=True)
+            return Unsent("the address is not a queue", final=True)
         owner = {} if source.account is None else {"QueueOwnerAWSAccountId": source.account}
         url = (await client.get_queue_url(QueueName=wanted.name, **owner))["QueueUrl"]
         queue = await self._link.queue(client, QueueAddress(wanted.name, wanted.name, url=url))
         if address.to not in (wanted.name, url, queue.attributes.get("QueueArn")):
-            return Unsent("the address is a queue elsewhere than that of the request", final=True)
+            return Unsent("the address is a queue outside the request's account, region or endpoint", final=True)
         self._queues[known] = queue
         return queue
 

@@ -193,7 +193,7 @@ class SqsSession:
                 break
             left = refused
         else:
-            log.debug("deletion refused, left to redelivery", queue=self._queue.name, messages=len(left))
+            log.debug("sqs refused a deletion, leaving it to redelivery", queue=self._queue.name, messages=len(left))
         self._due.extend(self._held.deleted(used))
         self._left(used)
 
@@ -268,7 +268,7 @@ class SqsSession:
         """SQS allows a message to be kept for 12 hours, no longer."""
         if not self._overdue_logged and any("43200" in str(each.get("Message")) for each in refusals):
             self._overdue_logged = True
-            log.warning("held for 12 hours, sqs redelivers it", queue=self._queue.name)
+            log.warning("in flight for 12 hours, sqs redelivers it", queue=self._queue.name)
 
     async def _back_off(self, failures: int) -> None:
         if self._throttled is None:

@@ -63,8 +63,8 @@ def entry_of(queue: Queue, message: Outgoing) -> Entry:
     if size > queue.max_bytes:
         raise BadMessage(
             "oversized",
-            f"{size} bytes with its headers, and queue {queue.name!r} takes {queue.max_bytes}; publish a reference to "
-            "the payload instead, or raise the queue's MaximumMessageSize",
+            f"{size} bytes with its headers, but queue {queue.name!r} accepts {queue.max_bytes}; publish a reference "
+            "to the payload instead, or raise the queue's MaximumMessageSize",
         )
     entry: Entry = {"MessageBody": body}
     if attributes:
@@ -79,9 +79,10 @@ def entry_of(queue: Queue, message: Outgoing) -> Entry:
 def _delay(queue: Queue, seconds: float) -> int:
     instead = f"publish to a postgres: queue with the delay, and have its handler publish to {queue.source}"
     if queue.fifo:
-        raise ConfigurationError(f"publish to {queue.source} with a delay: a FIFO queue delays no message; {instead}")
+        why = "a FIFO queue cannot delay a message"
+        raise ConfigurationError(f"publish to {queue.source} with a delay: {why}; {instead}")
     if seconds > MAX_DELAY:
-        raise ConfigurationError(f"publish to {queue.source} with a delay: SQS takes 15 minutes at most; {instead}")
+        raise ConfigurationError(f"publish to {queue.source} with a delay: SQS allows 15 minutes at most; {instead}")
     return math.ceil(seconds)
 
 

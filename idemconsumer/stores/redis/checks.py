@@ -77,11 +77,11 @@ async def examine(address: str, replicas: int = 0) -> list[str]:
         )
     if full:
         found.append(
-            "memory is full, so no request with a key can begin (503), and what runs is still stored; raise maxmemory"
+            "memory is full, so new requests with a key get 503, and running ones are still stored; raise maxmemory"
         )
     if any(each.get("maxmemory_policy", _KEEPS) != _KEEPS for each in memory):
         found.append(
-            f"maxmemory-policy is not {_KEEPS}: with a maxmemory, claims would be evicted, and so it is refused then"
+            f"maxmemory-policy is not {_KEEPS}: once maxmemory is set, claims could be evicted, and Redis is refused"
         )
     return found
 
@@ -95,7 +95,7 @@ async def _asked(infos: Awaitable[Sequence[dict[str, Any]]]) -> Sequence[dict[st
         try:
             return await infos
         except (AuthenticationError, NoPermissionError) as error:
-            raise ConfigurationError(f"redis: {error_text(error)}; mend the password, or {_RIGHTS}") from error
+            raise ConfigurationError(f"redis: {error_text(error)}; correct the password, or {_RIGHTS}") from error
 
 
 async def _try_scripts(redises: Redises, replicas: int) -> None:
@@ -122,5 +122,5 @@ async def _try_scripts(redises: Redises, replicas: int) -> None:
             await scripts.run(FORGET, key)
     except StoreUnavailable as error:
         why = str(error).removeprefix("Redis: ")
-        text = f"redis: no request could come to its end there: {why}"
+        text = f"redis: no request could finish there: {why}"
         raise ConfigurationError(f"{text}; {_RIGHTS}" if any(each in why for each in _DENIED) else text) from error

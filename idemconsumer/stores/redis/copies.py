@@ -103,11 +103,11 @@ class Copies:
             answer = await self._scripts.run(script, self._copied(key), *args)
         except StoreUnavailable as error:
             if not self._down_until:
-                log.warning("Redis is left out, and Postgres asked each time", error=error_text(error))
+                log.warning("Redis cannot be used, using only Postgres", error=error_text(error))
             self._down_until = time.monotonic() + _PAUSE
             return None
         if self._down_until:
-            log.info("Redis is asked again")
+            log.info("Redis is used again")
         self._down_until = 0.0
         return answer
 

@@ -127,13 +127,13 @@ class RedisRequests:
                     raise
                 if not self._keeper.hold(held, self._kept_running(claim), lost, good):
                     self._take_back(claim.key, call)
-                    raise StoreUnavailable("Redis: the lease of a claim was over before it was known to be held")
+                    raise StoreUnavailable("Redis: the lease of a claim ended before the claim was confirmed")
                 return held
             case [b"running", fingerprint, canonical, int(is_lost)]:
                 return Running(read_record(b"1", fingerprint, canonical, None), lost=bool(is_lost))
             case [b"final", state, fingerprint, canonical, response]:
                 return read_record(state, fingerprint, canonical, response)
-        raise StoreUnavailable("Redis: the value of a key is not one of ours")
+        raise StoreUnavailable("Redis: the value of a key was not written by idemconsumer")
 
     def _take_back(self, key: bytes, call: str) -> None:
         """H23: it may be ours, and nobody would know. Beside the end of an earlier claim, which may be due still."""

@@ -36,7 +36,7 @@ def encode_response(result: StoredResult) -> bytes:
     try:
         return _ENCODER.encode(_response(result))
     except (TypeError, ValueError, OverflowError) as error:
-        raise CannotKeep(f"a response that no bytes can be made of: {error_text(error)}") from error
+        raise CannotKeep(f"a response that cannot be encoded: {error_text(error)}") from error
 
 
 def read_record(state: bytes, fingerprint: bytes | None, canonical: bytes | None, response: bytes | None) -> Record:
@@ -45,7 +45,7 @@ def read_record(state: bytes, fingerprint: bytes | None, canonical: bytes | None
         result = None if response is None else _result(_RESPONSES.decode(response))
         return Record(State(int(state)), fingerprint or None, result, canonical or None)
     except (ValueError, msgspec.MsgspecError) as error:
-        raise StoreUnavailable("Redis: the value of a key is not one of ours") from error
+        raise StoreUnavailable("Redis: the value of a key was not written by idemconsumer") from error
 
 
 def encode_copy(record: Record) -> bytes:

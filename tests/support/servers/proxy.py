@@ -97,6 +97,10 @@ class Proxy:
             pair.deaf = not answers_only
             pair.dumb = True
 
+    def silences(self, port: int) -> bool:
+        """Whether the client with this port gets no answer any more."""
+        return any(pair.silent and pair.port == port for pair in self._pairs)
+
     def thaw(self) -> None:
         """New connections work again."""
         self.frozen = False
@@ -157,6 +161,11 @@ class _Pair:
         self._server_reader, self._server_writer = server
         self._sprung: Trap | None = None
         self.deaf = self.dumb = proxy.frozen  # to the client; towards it
+        self.port: int = self._client_writer.get_extra_info("peername")[1]
+
+    @property
+    def silent(self) -> bool:
+        return self.dumb or (self._sprung is not None and self._sprung.frozen)
 
     async def run(self) -> None:
         directions = [asyncio.create_task(self._to_server()), asyncio.create_task(self._to_client())]

@@ -1,0 +1,40 @@
+"""What a worker has to do now, and what of it waits for a time: for those who wait until it is quiet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from idemconsumer.worker.feed import Feed
+from idemconsumer.worker.lanes import Lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """`busy`: whether something runs, or can be fetched. `resting`: how many deliveries wait in this process for their
+    next attempt, and `due` when the first of them may run, on the loop's clock. `rivals`: the keys of those that wait
+    for who holds their key."""
+
+    busy: bool
+    resting: int = 0
+    due: float | None = None
+    rivals: Collection[bytes] = ()
+
+
+async def standing(lanes: Lanes | None, feeds: Sequence[Feed]) -> Standing:
+    """As of now; what a feed's server knows is asked first."""
+    idle = [await feed.idle() for feed in feeds]
+    if lanes is None or not idle:
+        return Standing(busy=True)
+    now, resting, dues, rivals = asyncio.get_running_loop().time(), 0, list[float](), dict[bytes, None]()
+    waiting = 0
+    for of in lanes.all:
+        aside, due = of.spread.resting
+        resting, waiting = resting + aside, waiting + len(of.waiting_room)
+        rivals |= dict.fromkeys(of.waiting_room.waiting)
+        if due is not None:
+            dues.append(due)
+    due = min(dues, default=None)
+    busy = not all(idle) or lanes.in_hand.in_flight > resting + waiting or (due is not None and due <= now)
+    return Standing(busy, resting, due, rivals)
