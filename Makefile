@@ -22,8 +22,12 @@ endif
 # measured on: with two the cores were idle for a quarter of a run.
 PYTEST = $(BIN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo orders test test-long test-lowest durations mutants golden check format bench bench-quick bench-report lock sbom \
-	version-before clean
+LOCK = uv pip compile --quiet --universal --python-version 3.11 --upgrade --generate-hashes \
+	--no-header --no-annotate --no-emit-index-url
+IMAGE_EXTRAS = kafka rabbitmq sqs metrics speed
+
+.PHONY: help demo orders test test-long test-lowest durations mutants golden reference docs shape check format bench bench-quick bench-report lock \
+	base-image sbom version-before clean
 
 help: ## this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +59,16 @@ golden: $(VENV)/.dev ## write again what each command answers, in tests/cli/gold
 	@GOLDEN=renew $(BIN)/python -m pytest -n 0 -q tests/cli/test_golden.py $(ARGS)
 	@git diff --stat -- tests/cli/golden
 
+reference: $(VENV)/.dev ## write docs/reference again, from the code; look at the difference
+	@$(BIN)/python -m manual
+	@git diff --stat -- docs/reference
+
+docs: $(VENV)/.dev ## the site with all of docs/, into build/site; a link that leads nowhere fails
+	@$(BIN)/python -m manual site
+
+shape: $(VENV)/.dev ## how large the package is, what stands in it twice, how far a message goes; ARGS=--json
+	@$(BIN)/python -m benchmarks.shape $(ARGS)
+
 check: $(VENV)/.dev ## style, types and import layers
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -74,9 +88,17 @@ bench-quick: $(BENCH_VENV)/.bench ## the core of it with small loads, in under t
 bench-report: $(BENCH_VENV)/.bench ## put the results of `make bench` into docs/benchmarks.md
 	@$(BENCH_VENV)/bin/python -m benchmarks.report
 
-lock: ## the versions of all that development needs, into requirements-dev.lock; needs uv
-	@uv pip compile --quiet --universal --python-version 3.11 --extra dev --upgrade \
-		--no-header --no-annotate --no-emit-index-url pyproject.toml -o requirements-dev.lock
+lock: ## the versions and hashes of all that development and the image install; needs uv
+	@$(LOCK) --extra dev pyproject.toml -o requirements-dev.lock
+	@$(LOCK) $(IMAGE_EXTRAS:%=--extra %) pyproject.toml -o deploy/requirements.lock
+	@printf '%s\n' hatchling uv | $(LOCK) - -o deploy/build.lock
+
+base-image: ## the newest Python 3.13 for the image, by version and digest, into deploy/Dockerfile; needs docker
+	@docker pull --quiet python:3.13-slim-trixie
+	@digest=$$(docker image inspect --format '{{index .RepoDigests 0}}' python:3.13-slim-trixie) && \
+	version=$$(docker run --rm $$digest python -c 'import platform; print(platform.python_version())') && \
+	sed -E "s|^FROM python:[^ ]+|FROM python:$$version-slim-trixie@$${digest#*@}|" deploy/Dockerfile > deploy/Dockerfile.new
+	@mv deploy/Dockerfile.new deploy/Dockerfile && git diff --stat -- deploy/Dockerfile
 
 sbom: ## what is in an installation with all brokers, into dist/sbom.json (CycloneDX); needs uv
 	@mkdir -p dist build && rm -rf build/sbom && uv venv --quiet build/sbom

@@ -22,9 +22,11 @@ from idemconsumer.embedded.postgres import free_port
 
 PLAIN = "plain"
 OURS = ("joined", "leased")
-RIVALS = ("asgi-idempotency-header, Redis", "idemkit, Redis", "idemkit, Postgres")
+IDEMKIT = ("idemkit, Postgres", "idemkit, Postgres, stored first")
+RIVALS = ("asgi-idempotency-header, Redis", "idemkit, Redis", *IDEMKIT)
 MANY = 16  # clients; with one, nobody waits for anybody
 ADDED_MS, REPLAYED = 1.5, 3.0  # goals: at most, at least
+BESIDE = 1.2  # and what leased mode adds, divided by what idemkit adds on the same Postgres: at most
 _WARM = 200
 
 
@@ -77,7 +79,7 @@ async def service(stage: Stage, name: str) -> AsyncIterator[Service]:
         environment = {"BENCH_HOW": name, "BENCH_DSN": dsn, "IDEMCONSUMER_DSN": dsn}
         if name.endswith("Redis"):
             environment["BENCH_REDIS"] = stage.redis
-        if name == "idemkit, Postgres":
+        if name in IDEMKIT:
             from idemkit.backends.postgres import init_pg
 
             await init_pg(dsn)
@@ -131,9 +133,9 @@ def _result(seen: Seen, limit: list[float], counts: dict[int, int]) -> Result:
     def spread(what: Callable[[Slice], float], name: str, clients: int, replayed: bool = False) -> Spread:
         return Spread.of(map(what, seen[name, clients, replayed]))
 
-    def added(what: Callable[[Slice], float], name: str, clients: int) -> Spread:
+    def added(what: Callable[[Slice], float], name: str, clients: int) -> list[float]:
         pairs = zip(seen[name, clients, False], seen[PLAIN, clients, False], strict=True)
-        return Spread.of(what(mine) - what(other) for mine, other in pairs)
+        return [what(mine) - what(other) for mine, other in pairs]
 
     def latency(clients: int) -> Table:
         figures = []
@@ -142,10 +144,15 @@ def _result(seen: Seen, limit: list[float], counts: dict[int, int]) -> Result:
             for name in everybody:
                 judged = label == "p50" and clients == 1 and name in OURS
                 goal = ADDED_MS if judged else None
-                figures.append(Figure(f"added by {name}, {label}", "ms", added(what, name, clients), goal))
+                figures.append(Figure(f"added by {name}, {label}", "ms", Spread.of(added(what, name, clients)), goal))
             figures += [Figure(f"{name}, a replay, {label}", "ms", spread(what, name, clients, True)) for name in OURS]
+        middles = {f"added by {name}, p50": added(lambda s: s.middle, name, clients) for name in everybody}
+        ratios = [
+            ratio(middles, Target("added by leased, p50", f"added by {name}, p50", BESIDE, "at most"))
+            for name in (IDEMKIT if clients == 1 else ())
+        ]
         requests = f"{counts[clients]:,} a round"
-        return Table(f"HTTP, clients: {clients}", figures, facts={"requests": requests})
+        return Table(f"HTTP, clients: {clients}", figures, ratios, {"requests": requests})
 
     def of_rates(title: str, clients: int) -> Table:
         rates = {PLAIN: [s.rate for s in seen[PLAIN, clients, False]]}

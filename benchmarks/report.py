@@ -112,6 +112,17 @@ def section(result: Result) -> str:
     return "\n".join([*pictures, text(result), ""])
 
 
+def summary(results: Iterable[Result]) -> str:
+    """The rates of idemconsumer beside those of others, in one table."""
+    lines = ["| | idemconsumer | others |\n|---|---|---|"]
+    for table in (table for result in results for table in result.tables):
+        rates = [figure for figure in table.figures if figure.unit.endswith("/s")]
+        if len(rates) > 1 and rates[0].name == "idemconsumer":
+            others = "; ".join(f"{each.name} {number(each.values.median)}" for each in rates[1:])
+            lines.append(f"| {table.title}, {rates[0].unit} | **{number(rates[0].values.median)}** | {others} |")
+    return "\n".join([*lines, ""])
+
+
 def targets(results: Iterable[Result]) -> str:
     """Everything that has a goal, in one table."""
     lines = ["| | | wanted | seen | |\n|---|---|---|---|---|"]
@@ -142,8 +153,9 @@ def main() -> None:
     }
 
     def filled(found: re.Match[str]) -> str:
-        if (part := found[2]) == "targets":
-            return found[1] + targets(results.values()) + found[3]
+        part, of_all = found[2], {"summary": summary, "targets": targets}
+        if part in of_all:
+            return found[1] + of_all[part](results.values()) + found[3]
         return found[1] + (section(results[part]) if part in results else "Not measured yet.\n") + found[3]
 
     page.write_text(_MARKED.sub(filled, words), "utf-8")

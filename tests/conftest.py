@@ -22,7 +22,7 @@ from hypothesis import settings
 from idemconsumer.embedded import postgres
 from idemconsumer.embedded.binaries import EmbeddedUnavailable
 from idemconsumer.embedded.postgres import EmbeddedPostgres
-from tests.support import ROOT
+from tests.support import ROOT, helm
 from tests.support.logs import LogCapture, capturing
 from tests.support.missing import Missing
 from tests.support.servers.elasticmq import CREDENTIALS, ElasticMQ
@@ -127,7 +127,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failure is shown by parsing its file, and a collection may log a lost task then: see tests.support.sources."""
+    """A failure is shown by parsing its file, and a collection may log a lost task then: see manual.sources."""
     gc.disable()
     try:
         return (yield)
@@ -374,3 +374,8 @@ def folder() -> Iterator[Path]:
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each statement is waited for, or it is sent ahead from the first time on (J26)."""
     tuned(monkeypatch, runs_before_ahead=0 if request.param == "ahead" else 1_000_000)
+
+
+@pytest.fixture(scope="session")
+def helm_program() -> str:
+    return _have(helm.program)

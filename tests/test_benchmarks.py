@@ -309,3 +309,10 @@ def test_what_has_a_goal_is_in_one_table() -> None:
         "| Cost | ours to theirs | ≥ 1.5 | 1.3 | **missed** |",
         "| Cost | ours, ms | ≤ 2.5 | 2 | met |",
     ]
+
+
+def test_the_rates_beside_those_of_others_are_in_one_table() -> None:
+    ours, theirs = (Figure(name, "messages/s", Spread(1.0, 2.0, 3.0)) for name in ("idemconsumer", "theirs"))
+    tables = [Table("Kafka", [ours, theirs]), Table("Alone", [ours]), Table("Theirs", [theirs, ours])]
+    lines = report.summary([Result("part", tables)]).splitlines()
+    assert lines[2:] == ["| Kafka, messages/s | **2** | theirs 2 |"]

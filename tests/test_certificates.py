@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import ssl
 import time
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
+import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
@@ -15,6 +20,7 @@ from idemconsumer.cli.inspect import findings
 from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.exposition import exposition
 from idemconsumer.settings import Settings
+from idemconsumer.sql.connecting import connect, connect_async
 from tests.support.servers.tls import authority, issue
 
 
@@ -112,3 +118,51 @@ def test_postgres_certificate_is_found_where_its_client_finds_it(
     assert list(ours(Settings(dsn=make_conninfo(dsn, sslmode="disable")))) == []
     both = Settings(dsn=dsn, listen_dsn=make_conninfo(dsn, sslcert="/other.crt"))
     assert list(ours(both)) == [("postgres", str(file)), ("postgres-listen", "/other.crt")]
+
+
+@pytest.mark.parametrize(
+    ("whose", "says"),
+    [
+        ("ours", r"our own certificate, {folder}/ours.pem, expired on 20.* UTC; renew that file"),
+        ("nobody's", r"requires a client certificate; set sslcert and sslkey"),
+        ("the server's", r"the server's certificate is not accepted: .* or set sslrootcert"),
+    ],
+)
+async def test_postgres_error_says_whose_certificate_it_means(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, whose: str, says: str
+) -> None:
+    """The other side is TLS as Postgres speaks it, up to the certificates."""
+    monkeypatch.setenv("HOME", str(folder))
+    issue(folder, "server", days=-1 if whose == "the server's" else 2)
+    ours_, key = issue(folder, "ours", days=-1 if whose == "ours" else 2)
+    key.chmod(0o600)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(folder / "ca.pem"))
+    context.load_cert_chain(folder / "server.pem", folder / "server.key")
+    context.verify_mode = ssl.CERT_REQUIRED
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        Thread(target=refuse, args=(server, context), daemon=True).start()
+        port = server.getsockname()[1]
+        dsn = f"postgresql://u@127.0.0.1:{port}/x?sslmode=verify-ca&sslrootcert={folder}/ca.pem"
+        if whose != "nobody's":
+            dsn += f"&sslcert={ours_}&sslkey={key}"
+        with pytest.raises(psycopg.OperationalError, match=says.format(folder=folder)):
+            await connect_async(dsn)
+        with pytest.raises(psycopg.OperationalError, match=says.format(folder=folder)):
+            await asyncio.to_thread(connect, dsn)
+
+
+def refuse(server: socket.socket, context: ssl.SSLContext) -> None:
+    """Whoever comes, by what TLS makes of the certificates."""
+    with suppress(OSError):  # the test is over
+        while True:
+            connection, _ = server.accept()
+            with connection.dup() as same:
+                connection.recv(8)  # it asks for TLS
+                connection.sendall(b"S")
+                with suppress(OSError):
+                    context.wrap_socket(connection, server_side=True).close()
+                with suppress(OSError):
+                    same.shutdown(socket.SHUT_WR)
+                    while same.recv(4096):  # else the end would overtake what was said
+                        pass

@@ -16,7 +16,7 @@ from tests.support import ROOT
 
 MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-NEEDS_REDIS = "tests/http/test_leased_in_redis.py"  # each of its two tests
+NEEDS_REDIS = "tests/http/test_leased_in_redis.py"  # each of its three tests
 
 
 def run_without_programs(empty: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -31,8 +31,8 @@ def run_without_programs(empty: Path, *arguments: str, **variables: str) -> subp
 def test_a_run_says_first_what_is_missing_and_how_many_tests_that_skips(tmp_path: Path, processes: str) -> None:
     run = run_without_programs(tmp_path, "-n", processes)
     assert run.returncode == 0, run.stdout
-    missing, skipped = (run.stdout.index(words) for words in ("\nmissing: ", "\n2 tests are skipped"))
-    assert missing < skipped < run.stdout.index("SKIPPED [2]")
+    missing, skipped = (run.stdout.index(words) for words in ("\nmissing: ", "\n3 tests are skipped"))
+    assert missing < skipped < run.stdout.index("SKIPPED [3]")
     assert re.search(r"^missing: .*\bRedis\b.*; to have them: apt-get install .*\bredis-server\b", run.stdout, re.M)
 
 

@@ -6,15 +6,23 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from manual.sources import parsed
 from tests.support import ROOT
-from tests.support.sources import parsed
 
 FILES = sorted((ROOT / "tests").rglob("*.py"))
 
 
+def statements(of: ast.AST) -> Iterator[ast.AST]:
+    """With those inside them; expressions are the many, and none of them imports."""
+    for blocks in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for node in getattr(of, blocks, ()):
+            yield node
+            yield from statements(node)
+
+
 def imported(file: Path) -> Iterator[str]:
     """Modules, and what may be one: `from tests.sagas import test_undo`."""
-    for node in ast.walk(parsed(file)):
+    for node in statements(parsed(file)):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -10,8 +10,11 @@ from collections import Counter
 
 import pytest
 
+from examples.orders.app import CONFIRMED, TABLES, shop, stock
 from examples.orders.counting import Count
 from examples.orders.storm import ORDERS
+from examples.orders.web import api
+from idemconsumer.testing import Idem
 from tests.support import ROOT
 from tests.support.pids import alive
 from tests.support.servers.made import Server
@@ -68,3 +71,25 @@ def test_a_count_sees_what_is_lost_and_what_happened_twice() -> None:
     assert (good.lost, good.twice) == (0, 0)
     bad = Count("orders", 2, Counter(["a", "a"]))
     assert (bad.lost, bad.twice) == (1, 1)
+
+
+@pytest.fixture(scope="session")
+def idem_setup() -> str:
+    return TABLES
+
+
+async def test_an_order_is_taken_placed_and_confirmed(idem: Idem) -> None:
+    kit = await idem(shop, stock)
+    async with kit.http(api) as client:
+        headers = {"Idempotency-Key": "1", "X-Customer": "ann"}
+        order = {"ref": "1", "sku": "pen", "quantity": 2}
+        taken, again = [await client.post("/orders", json=order, headers=headers) for _ in range(2)]
+        assert (taken.status_code, again.status_code) == (202, 202)
+        await kit.drain()
+        await kit.redeliver()
+        answer = await client.get(taken.headers["location"], headers=headers)
+        assert answer.status_code == 201
+        placed = await client.get(answer.headers["location"])
+    assert placed.json() == order | {"state": "confirmed"}
+    assert await kit.rows("select sku, quantity from stock_moved") == [("pen", -2)]
+    assert [each.json for each in await kit.published(f"kafka:{CONFIRMED}")] == [{"id": answer.json()["id"]}]

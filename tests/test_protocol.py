@@ -11,9 +11,9 @@ import pytest
 
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.rules.verdicts import settle
+from manual.sources import parsed
 from tests.support import ROOT
 from tests.support.protocol import HEADING, PROTOCOL, defined, rules
-from tests.support.sources import parsed
 
 RULE = re.compile(r"\b[RJGBLDKQAPXOH][1-9]\d?\b")
 TEST = re.compile(r"`(tests/[\w/]+\.py)((?:::\w+)+)`")
@@ -52,14 +52,14 @@ def test_each_rule_names_tests_that_exist_or_says_why_there_is_none() -> None:
         assert named or re.search(r"^Not tested: \S", text, re.MULTILINE), rule
         for file, name in named:
             assert (ROOT / file).is_file(), f"{rule}: {file}"
-            assert name in set(defined(ROOT / file)), f"{rule}: {file}{name}"
+            assert name in defined(ROOT / file), f"{rule}: {file}{name}"
 
 
 def test_the_guarantees_name_tests_that_exist() -> None:
     named = TEST.findall((ROOT / "docs" / "guarantees.md").read_text("utf-8"))
     assert len(named) > 10
     for file, name in named:
-        assert name in set(defined(ROOT / file)), f"{file}{name}"
+        assert name in defined(ROOT / file), f"{file}{name}"
 
 
 def only_long(path: Path) -> set[str]:
@@ -92,7 +92,7 @@ def test_each_fault_has_a_test_for_each_broker_or_a_reason() -> None:
             named = TEST.findall(cell)
             assert named or re.match(r"(cannot happen|not mended|not seen): \S", cell), f"{fault}: {cell}"
             for file, name in named:
-                assert name in set(defined(ROOT / file)), f"{fault}: {file}{name}"
+                assert name in defined(ROOT / file), f"{fault}: {file}{name}"
 
 
 def test_the_settlement_table_is_what_the_worker_does() -> None:

@@ -19,7 +19,7 @@ import pytest
 
 import idemconsumer
 from idemconsumer import http, sqlalchemy, testing
-from tests.support.sources import parsed
+from manual.sources import parsed
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -20,17 +20,20 @@ from idemconsumer.app.enqueuing import enqueue_in
 from idemconsumer.brokers.postgres import PostgresBroker, PostgresSession
 from idemconsumer.engine.engine import Engine
 from idemconsumer.handlers.decorator import Handler
-from idemconsumer.message.message import Subscription
+from idemconsumer.message.message import StoredResult, Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.ports.handler import Step
+from idemconsumer.ports.requests import Held
 from idemconsumer.ports.store import Claim
-from idemconsumer.rules.values import Mark, Outcome
+from idemconsumer.rules.values import Mark, Outcome, Record
 from idemconsumer.settings import Settings
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.requests import PostgresRequests
 from tests.support import ROOT
 from tests.support.flights import Cost, Wire
 from tests.support.inside import look_again_at, renew_now
+from tests.support.leases import UnkeptLease
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, work
 from tests.support.sagas import Bench, Station, put, saga, take_back
 from tests.support.servers.made import PostgresServer
@@ -454,6 +457,41 @@ async def renew(world: World, n: int) -> Act:
 
     await run()  # connects
     return run
+
+
+# ------------------------------------------------------------------------------------------------------------- requests
+async def answered(world: World, requests: PostgresRequests) -> Claim:
+    claim = Claim(world.new()[0].to_bytes(32, "big"), "shop/-/POST *", b"f" * 32, expires=60.0)
+    held = await requests.claim(claim, lambda: None)
+    assert isinstance(held, Held)
+    assert await requests.complete(held, StoredResult(b"{}", "application/json", 201))
+    return claim
+
+
+@path("a new request")
+async def request(world: World, n: int) -> Act:
+    requests = PostgresRequests(world.store.pool, UnkeptLease(world.ledger))
+    await answered(world, requests)  # its scope is known from now on
+    return lambda: answered(world, requests)
+
+
+def repeated(claim: Claim, requests: PostgresRequests) -> Act:
+    async def run() -> None:
+        assert isinstance(await requests.claim(claim, lambda: None), Record)
+
+    return run
+
+
+@path("a repetition that comes to the same process")
+async def repetition(world: World, n: int) -> Act:
+    requests = PostgresRequests(world.store.pool, UnkeptLease(world.ledger))
+    return repeated(await answered(world, requests), requests)
+
+
+@path("a repetition that comes to another process")
+async def repetition_elsewhere(world: World, n: int) -> Act:
+    other = PostgresRequests(world.store.pool, UnkeptLease(world.ledger))
+    return repeated(await answered(world, other), PostgresRequests(world.store.pool, UnkeptLease(world.ledger)))
 
 
 # ------------------------------------------------------------------------------------------------------------ the tests

@@ -80,7 +80,8 @@ def built(root: Path) -> Image:
                     else:
                         (folder / target).parent.mkdir(parents=True, exist_ok=True)
                         shutil.copy(ROOT / source, folder / target)
-            case "RUN" if not re.match(r"pip install|groupadd", rest):
+            case "RUN" if not rest.startswith("groupadd"):
+                rest = re.sub(r"^(pip install .*)", rf"uv \1 --target {root}/tools", rest)
                 subprocess.run(["sh", "-ec", image.here(rest)], cwd=folder, env=building, check=True)
             case "ENTRYPOINT":
                 image.entrypoint = json.loads(rest)
@@ -139,7 +140,7 @@ def test_the_image_and_compose_start_and_apply_a_message(image: Image, environme
     assert [each for each in found if each["level"] == "error"] == []
 
     assert worker["command"] == image.command
-    chart = TEMPLATES["deployment.yaml"]
+    chart = TEMPLATES["workers.yaml"]
     assert "args: [run, {{ .Values.app | quote }}, --ops-port, {{ .Values.opsPort | quote }}]" in chart
     values = parsed(CHART / "values.yaml")
     assert ["run", values["app"], "--ops-port", str(values["opsPort"])] == image.command

@@ -186,7 +186,7 @@ def test_a_signal_handler_is_refused_when_it_is_decorated() -> None:
     @app.idempotent_handler("postgres:rides", key="id")
     async def book(ride: Ride, saga: Saga) -> None: ...
 
-    with pytest.raises(HandlerError, match="it sends signals, and takes Saga"):
+    with pytest.raises(HandlerError, match="it sends signals and takes Saga"):
 
         @app.signal_handler("postgres:a", saga=book, name="n", key="id")
         async def one(payment: Settled, saga: Saga) -> None: ...
@@ -214,7 +214,7 @@ def test_a_signal_handler_has_a_tenant_if_its_sagas_have_one() -> None:
     @app.idempotent_handler("postgres:rides", key="id", tenant="city")
     async def book(ride: dict[str, str], saga: Saga) -> None: ...
 
-    with pytest.raises(HandlerError, match=r"the sagas of 'book' have one each.*; write tenant= here too"):
+    with pytest.raises(HandlerError, match=r"each saga of 'book' has one.*; write tenant= here too"):
 
         @app.signal_handler("postgres:a", saga=book, name="n", key="id")
         async def without(payment: dict[str, str]) -> None: ...

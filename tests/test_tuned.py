@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from idemconsumer.stores import connection
+from manual.sources import parsed
 from tests.support import ROOT, tuning
-from tests.support.sources import parsed
 from tests.support.tuning import CONSTANTS, as_it_is, tuned, tuning_source
 
 FILES = sorted((ROOT / "tests").rglob("*.py"))

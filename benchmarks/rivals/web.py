@@ -66,10 +66,16 @@ def asgi_idempotency_header(api: FastAPI) -> None:
 
 
 def _idemkit(api: FastAPI, backend: Any) -> None:
-    from idemkit import HttpConfig, IdempotencyMiddleware
+    """Its middleware hands the response on as it comes, and stores it afterwards."""
+    from idemkit import IdempotencyMiddleware
 
-    config = HttpConfig(scope=lambda request: "everyone")
-    api.add_middleware(IdempotencyMiddleware, backend=backend, config=config)
+    api.add_middleware(IdempotencyMiddleware, backend=backend, config=_of_everyone())
+
+
+def _of_everyone() -> Any:
+    from idemkit import HttpConfig
+
+    return HttpConfig(scope=lambda request: "everyone")
 
 
 def idemkit_redis(api: FastAPI) -> None:
@@ -78,11 +84,21 @@ def idemkit_redis(api: FastAPI) -> None:
     _idemkit(api, RedisBackend.from_url(os.environ["BENCH_REDIS"]))
 
 
-def idemkit_postgres(api: FastAPI) -> None:
+def _idemkit_in_postgres() -> Any:
     from idemkit import PostgresBackend
 
-    dsn = os.environ["BENCH_DSN"]
-    _idemkit(api, PostgresBackend.from_url(dsn, min_size=CONNECTIONS, max_size=CONNECTIONS))
+    return PostgresBackend.from_url(os.environ["BENCH_DSN"], min_size=CONNECTIONS, max_size=CONNECTIONS)
+
+
+def idemkit_postgres(api: FastAPI) -> None:
+    _idemkit(api, _idemkit_in_postgres())
+
+
+def idemkit_stored_first(api: FastAPI) -> None:
+    """Its route for FastAPI stores the response before it is sent, as we do."""
+    from idemkit.contrib.fastapi import idempotent_route
+
+    api.router.route_class = idempotent_route(backend=_idemkit_in_postgres(), config=_of_everyone())
 
 
 HOWS: dict[str, tuple[Callable[..., Any], Callable[[FastAPI], None]]] = {
@@ -92,6 +108,7 @@ HOWS: dict[str, tuple[Callable[..., Any], Callable[[FastAPI], None]]] = {
     "asgi-idempotency-header, Redis": (plain, asgi_idempotency_header),
     "idemkit, Redis": (plain, idemkit_redis),
     "idemkit, Postgres": (plain, idemkit_postgres),
+    "idemkit, Postgres, stored first": (plain, idemkit_stored_first),
 }
 
 _endpoint, _before = HOWS[os.environ["BENCH_HOW"]]
