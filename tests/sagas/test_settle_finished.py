@@ -110,10 +110,16 @@ def deployment(_deployment_database: Bench, source: Source, tmp_path: Path) -> I
 
 
 async def until_counts(source: Source, ready: int, held: int) -> None:
-    async def counted() -> bool:
-        return await source.counts() == (ready, held)
+    seen = list[tuple[int, int]]()
 
-    await until(counted, f"{ready} ready and {held} held")
+    async def counted() -> bool:
+        seen.append(await source.counts())
+        return seen[-1] == (ready, held)
+
+    try:
+        await until(counted)
+    except AssertionError as error:
+        raise AssertionError(f"{ready} ready and {held} held, not {seen}") from error
 
 
 async def begin(deployment: Deployment, source: Source) -> Any:
