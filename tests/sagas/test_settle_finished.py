@@ -104,7 +104,9 @@ def source(request: pytest.FixtureRequest, _deployment_database: Bench) -> Sourc
 
 @pytest.fixture
 def deployment(_deployment_database: Bench, source: Source, tmp_path: Path) -> Iterator[Deployment]:
-    environment = {"SAGA_SOURCE": source.name, "SAGA_SETTLE": "finished", "SAGA_LEASE": "60", **source.environment}
+    # A saga that hangs is to hang for as long as it takes to count, with a program that starts an Erlang of its own.
+    options = {"SAGA_SETTLE": "finished", "SAGA_LEASE": "60", "SAGA_TIMEOUT": "300s"}
+    environment = {"SAGA_SOURCE": source.name, **options, **source.environment}
     with closing(Deployment(_deployment_database, tmp_path, environment)) as deployment:
         yield deployment
 
