@@ -92,12 +92,13 @@ def _is_made_by_users(kind: type) -> bool:
 
 
 def _methods(kind: type) -> Iterator[tuple[str, Any]]:
-    """Those that are ours, each once, in the order of the source."""
+    """Those that are ours, each once, in the order of the source: public ones, and a call that says what it does."""
     found: dict[str, Any] = {}
     for base in (base for base in kind.__mro__ if base.__module__.startswith("idemconsumer")):
         for name, raw in vars(base).items():
             function = getattr(raw, "fget", None) or getattr(raw, "__func__", raw)
-            if not name.startswith("_") and inspect.isfunction(function):
+            told = not name.startswith("_") or (name == "__call__" and raw.__doc__)
+            if told and inspect.isfunction(function):
                 found.setdefault(name, raw)
     yield from found.items()
 
