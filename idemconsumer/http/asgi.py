@@ -6,15 +6,14 @@ from contextlib import nullcontext
 
 from idemconsumer.http.covered import COVERED
 from idemconsumer.http.current import slot_without_key
-from idemconsumer.http.exchange import Asgi, Exchange, Message, Receive, Scope, Send
+from idemconsumer.http.exchange import Exchange
 from idemconsumer.http.guarding import seen, unseen
 from idemconsumer.http.idempotency import Idempotency, Table
 from idemconsumer.http.marked import is_litestar, marked_routes
 from idemconsumer.http.messages import Request
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Problem
-from idemconsumer.http.serving import serve, serve_to_its_end
-from idemconsumer.http.wire import read_body, request_of, respond
+from idemconsumer.http.wire import Asgi, Message, Receive, Scope, Send, read_body, request_of, respond
 from idemconsumer.rules.routes import SAFE, alike
 
 
@@ -45,12 +44,6 @@ class IdempotencyMiddleware:
         else:
             await self.app(scope, receive, send)
 
-    def _routes(self, scope: Scope) -> Table:
-        """Made once: what was marked in the app is known when its first request comes."""
-        if self._table is None:
-            self._table = self._made(scope)
-        return self._table
-
     def _made(self, scope: Scope) -> Table:
         # The app of the scope may be one around this middleware.
         around = scope.get("app") or scope.get("litestar_app")
@@ -71,8 +64,10 @@ class IdempotencyMiddleware:
                 await self._covered(request, policy, scope, receive, send)
 
     def _policy(self, request: Request, scope: Scope) -> Policy | None:
-        table = self._routes(scope)
-        return table.find(request.method, *(alike(request.path) if self._loose else (request.path,)))
+        """The table is made once: what was marked in the app is known when its first request comes."""
+        if self._table is None:
+            self._table = self._made(scope)
+        return self._table.find(request.method, *(alike(request.path) if self._loose else (request.path,)))
 
     async def _covered(self, request: Request, policy: Policy, scope: Scope, receive: Receive, send: Send) -> None:
         admitted = await self.idempotency.admit(request, policy)
@@ -89,12 +84,9 @@ class IdempotencyMiddleware:
             return
         if body is None:  # the client has gone before it had sent all: nothing has begun
             return
-        exchange = Exchange(self.app, scope, body, receive, send, cap=policy.max_response, stream=policy.stream)
+        exchange = Exchange(self.app, scope, body, receive, send, policy)
         answering = self.idempotency.answer(admitted, body, exchange.run)
-        if policy.tx:
-            await serve(exchange, answering)
-        else:
-            await serve_to_its_end(exchange, answering, policy.name)
+        await (exchange.serve(answering) if policy.tx else exchange.serve_to_its_end(answering))
 
     def _closing(self, send: Send) -> Send:
         async def passing(message: Message) -> None:

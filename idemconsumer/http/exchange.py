@@ -1,65 +1,66 @@
-"""One request of ASGI and the application's response to it, which is held back until what it says is certain (H3)."""
+"""One request of ASGI and the application's response to it, which is held back until what it says is certain (H3), and
+sent then. What a route without Tx has begun goes on without a client (H13).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from collections.abc import Awaitable, Coroutine
+from dataclasses import replace
+from typing import Any, Final
 
 from idemconsumer import forks
 from idemconsumer.http.covered import COVERED, Covered, covered
 from idemconsumer.http.current import asked, slot_of_task
 from idemconsumer.http.marked import routed
 from idemconsumer.http.messages import Headers, Response
+from idemconsumer.http.modes import Answer, CutOff, Open
+from idemconsumer.http.policy import Policy
+from idemconsumer.http.problems import GOES_ON
+from idemconsumer.http.wire import Asgi, Message, Receive, Scope, Send, encoded, respond
 from idemconsumer.logs import log
-from idemconsumer.rules.http import streams
+from idemconsumer.rules.http import content_type, streams
 from idemconsumer.user_code.cancellation import leave_behind, uninterrupted, until_done
 
-Scope: TypeAlias = MutableMapping[str, Any]
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
-Asgi: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
-
 _GRACE: Final = 5.0  # seconds for an application that was cancelled
-_STREAMS: Final = ("text/event-stream", "multipart/x-mixed-replace")
+_GOING_ON: Final[set[asyncio.Task[None]]] = set()  # else Python would close them
 
 
 class Exchange:
     """Runs the application in a task of its own, as often as `run` is called, with the same body each time.
 
-    A response is whole, or it is the beginning of one: a stream, or more than `cap` bytes. The application waits in
-    its `send` then, until `go_on` or the next `run`. It does not learn that the client has gone before it may go on:
-    what has begun comes to its end (H8). `begun` has the limit that the first `run` was given.
+    A response is whole, or it is the beginning of one: a stream, or more than the policy keeps. The application waits
+    in its `send` then, until it may go on or the next `run`. It does not learn that the client has gone before it may
+    go on: what has begun comes to its end (H8).
     """
 
-    def __init__(self, app: Asgi, scope: Scope, body: bytes, receive: Receive, send: Send, *, cap: int, stream: bool):
+    def __init__(self, app: Asgi, scope: Scope, body: bytes, receive: Receive, send: Send, policy: Policy) -> None:
+        self.receive = receive
+        self.send = send
+        self.body = body
+        self.policy = policy
         self._app = app
         self._scope = scope
-        self._body = body
-        self._client = _Client(receive, send)
-        self._cap = cap
-        self._stream = stream
         self._run: _Run | None = None
-        self.begun: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        self._begun: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()  # the first run's limit
 
+    # -------------------------------------------------------------------------------------------------------- to run it
     def run(self, limit: float | None = None) -> Awaitable[Response]:
         """See `modes.Run`. The run before is cancelled. Raises RuntimeError if it ends without a response."""
-        if not self.begun.done():  # at once: who finds that nothing has begun may cancel what would begin it
-            self.begun.set_result(limit)
+        if not self._begun.done():  # at once: who finds that nothing has begun may cancel what would begin it
+            self._begun.set_result(limit)
         return self._response()
 
     async def _response(self) -> Response:
-        await self.discard()
-        run = self._run = _Run(self._body, self._client, self._cap, stream=self._stream)
+        await self._discard()
+        run = self._run = _Run(self)
         view = covered(self._app)
         scope = _inner(self._scope, view)
-        run.task = asyncio.create_task(_called(self._app, scope, run))
+        run.task = asyncio.create_task(run.call(self._app, scope))
         try:
             await until_done(run.task, run.response)
         except asyncio.CancelledError:
-            await self.discard()
+            await self._discard()
             raise
         if run.response.done():
             # Middleware around this one looks there for the route.
@@ -71,35 +72,7 @@ class Exchange:
         run.task.result()
         raise RuntimeError("the application has ended without a response")
 
-    @property
-    def send(self) -> Send:
-        return self._client.send
-
-    def leave(self) -> None:
-        """There is no client any more: what is sent goes nowhere."""
-        self._client.receive, self._client.send = _gone, _nowhere
-
-    async def go_on(self, marks: Headers = ()) -> None:
-        """Send what was held back, with `marks` as more headers, then everything as it comes. Returns when the
-        application does, raises what it raises. What has more to send to nobody is ended."""
-        run = self._run
-        assert run is not None
-        if self.send is _nowhere and not run.complete:
-            await self.discard()
-            return
-        run.held[0] = _marked(run.held[0], marks)
-        try:
-            for message in run.held:
-                await self.send(message)
-        except BaseException:
-            await self.discard()
-            raise
-        self._run = None
-        run.held.clear()
-        run.open.set()
-        await run.task  # which is cancelled with this one
-
-    async def discard(self) -> None:
+    async def _discard(self) -> None:
         """End the last run. One that does not end within five seconds is left behind, and can do nothing any more."""
         run, self._run = self._run, None
         if run is None:
@@ -114,11 +87,94 @@ class Exchange:
         elif not run.task.cancelled():
             run.task.exception()
 
+    # ---------------------------------------------------------------------------------------------------- to answer it
+    async def serve(self, answering: Awaitable[Answer]) -> None:
+        """Send the answer. An error, and a cancellation of this, end the application."""
+        try:
+            answer = await answering
+        except BaseException:
+            await self._discard()
+            raise
+        if answer.live and answer.open is not None:
+            await self._go_on_under_its_key(answer.marks, answer.open)
+        elif answer.live:
+            await self._go_on(answer.marks)
+        else:
+            await self._discard()
+            await respond(self.send, answer.response)
 
-@dataclass(slots=True)
-class _Client:
-    receive: Receive
-    send: Send
+    async def _go_on(self, marks: Headers) -> None:
+        """Send what was held back, with `marks` as more headers, then everything as it comes. Returns when the
+        application does, raises what it raises. What has more to send to nobody is ended."""
+        run = self._run
+        assert run is not None
+        if self.send is _nowhere and not run.complete:
+            await self._discard()
+            return
+        run.held[0]["headers"] += encoded(marks)
+        try:
+            for message in run.held:
+                await self.send(message)
+        except BaseException:
+            await self._discard()
+            raise
+        self._run = None
+        run.held.clear()
+        run.open.set()
+        await run.task  # which is cancelled with this one
+
+    async def _go_on_under_its_key(self, marks: Headers, held: Open) -> None:
+        """Raises CutOff if the key is lost: the client gets no end of the response."""
+        going = asyncio.ensure_future(self._go_on(marks))
+        try:
+            await asyncio.wait([going, held.lost], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not going.done():
+                going.cancel()
+                await uninterrupted(asyncio.wait({going}))
+            await uninterrupted(held.end())
+        if going.cancelled():
+            raise CutOff("the key of a request was lost in the middle of its response")
+        going.result()
+
+    async def serve_to_its_end(self, answering: Coroutine[Any, Any, Answer]) -> None:
+        """The same, but nothing cancels an application that has begun: whoever cancels it does not know whether it
+        still runs, in a thread say, and its key would be given back too early. If its time is over, or this is
+        cancelled, it goes on by itself, and its answer goes nowhere but on record.
+        """
+        task, begun = asyncio.create_task(answering), self._begun
+        try:
+            await until_done(task, begun)
+            limit = begun.result() if begun.done() else None
+            await (until_done(task) if limit is None else asyncio.wait([task], timeout=limit))
+        except asyncio.CancelledError:
+            try:
+                if not begun.done():
+                    task.cancel()
+                    await uninterrupted(until_done(task, begun))
+            finally:
+                self._leave(task)
+            raise
+        if task.done():
+            await self.serve(task)
+            return
+        log.warning("a request exceeded its timeout and still runs", route=self.policy.name, timeout=limit)
+        send = self.send
+        self._leave(task)
+        await respond(send, GOES_ON.response)
+
+    def _leave(self, answering: asyncio.Task[Answer]) -> None:
+        """There is no client any more: what is sent goes nowhere."""
+        self.receive, self.send = _gone, _nowhere
+        task = asyncio.create_task(self._serve_nobody(answering))
+        _GOING_ON.add(task)
+        task.add_done_callback(_GOING_ON.discard)
+
+    async def _serve_nobody(self, answering: asyncio.Task[Answer]) -> None:
+        try:
+            await self.serve(answering)
+        except Exception as error:  # noqa: BLE001 - no server is left that would log it
+            log.error("a request failed after its client had left", route=self.policy.name, exc_info=error)
 
 
 class _Run:
@@ -126,15 +182,13 @@ class _Run:
 
     task: asyncio.Task[None]
 
-    def __init__(self, body: bytes, client: _Client, cap: int, *, stream: bool) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self.response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         self.open = asyncio.Event()
         self.held: list[Message] = []
         self.over = False
-        self._body: bytes | None = body
-        self._client = client
-        self._cap = cap
-        self._stream = stream
+        self._exchange = exchange
+        self._body: bytes | None = exchange.body
         self._size = 0
 
     @property
@@ -143,16 +197,20 @@ class _Run:
         last = self.held[-1]
         return bool(last["type"] == "http.response.body") and not last.get("more_body", False)
 
+    async def call(self, app: Asgi, scope: Scope) -> None:
+        with forks.never_in_a_child():
+            await app(scope, self.receive, self.send)
+
     async def receive(self) -> Message:
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
         await self.open.wait()
-        return await self._client.receive()
+        return await self._exchange.receive()
 
     async def send(self, message: Message) -> None:
         if self.open.is_set():
-            await self._client.send(message)
+            await self._exchange.send(message)
             return
         if self.over:  # it did not end though it was cancelled, and would wait for ever
             raise OSError("the request was cut off, and no client waits for its response")
@@ -162,33 +220,27 @@ class _Run:
         if starts:  # they may be read only once
             message = {**message, "headers": list(message.get("headers", ()))}
         self.held.append(message)
+        policy = self._exchange.policy
         if starts:
-            if self._stream or streams(_content_type(message)):
+            if policy.stream or streams(content_type(_decoded(message))):
                 await self._hold(whole=False)
         elif message["type"] == "http.response.body":
             self._size += len(message.get("body", b""))
-            if self._size > self._cap:
+            if self._size > policy.max_response:
                 await self._hold(whole=False)
             elif not message.get("more_body", False):
                 await self._hold(whole=True)
 
     async def _hold(self, *, whole: bool) -> None:
         start, *parts = self.held
-        headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in start["headers"])
         body = b"".join(part.get("body", b"") for part in parts) if whole else b""
         if not self.response.done():
-            self.response.set_result(Response(start["status"], headers, body, whole))
+            self.response.set_result(Response(start["status"], _decoded(start), body, whole))
         await self.open.wait()
 
 
-async def _called(app: Asgi, scope: Scope, run: _Run) -> None:
-    with forks.never_in_a_child():
-        await app(scope, run.receive, run.send)
-
-
-def _marked(start: Message, marks: Headers) -> Message:
-    more = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in marks]
-    return {**start, "headers": [*start["headers"], *more]} if more else start
+def _decoded(start: Message) -> Headers:
+    return tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in start["headers"])
 
 
 async def _gone() -> Message:
@@ -197,11 +249,6 @@ async def _gone() -> Message:
 
 async def _nowhere(message: Message) -> None:
     return
-
-
-def _content_type(start: Mapping[str, Any]) -> str:
-    types = (value for name, value in start["headers"] if name.lower() == b"content-type")
-    return str(next(types, b"").decode("latin-1"))
 
 
 def _inner(scope: Scope, view: Covered) -> Scope:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from idemconsumer.http.exchange import Receive, Scope, Send
-from idemconsumer.http.messages import Request, Response
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeAlias
+
+from idemconsumer.http.messages import Headers, Request, Response
 from idemconsumer.http.problems import BODY_TOO_LARGE, Problem
 from idemconsumer.rules.http import MOST_DIGITS, bodiless
 
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+Asgi: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
+
 
 def request_of(scope: Scope) -> Request:
-    """The request, without its body."""
+    """The request, without its body. Its path is as the app's routes have it: without what the server or a mount has
+    put before it."""
     headers = tuple((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"])
-    method, query = scope["method"].upper(), scope.get("query_string", b"")
-    return Request(method, path_of(scope), query, headers, scope, root_of(scope))
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    if root and path.startswith(f"{root}/"):
+        path = path[len(root) :]
+    return Request(scope["method"].upper(), path, scope.get("query_string", b""), headers, scope, root)
 
 
 async def read_body(request: Request, receive: Receive, cap: int) -> bytes | Problem | None:
@@ -35,18 +46,11 @@ async def read_body(request: Request, receive: Receive, cap: int) -> bytes | Pro
 
 async def respond(send: Send, response: Response) -> None:
     """Send all of it."""
-    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in response.headers]
-    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    await send({"type": "http.response.start", "status": response.status, "headers": encoded(response.headers)})
     body = b"" if bodiless(response.status) else response.body
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def path_of(scope: Scope) -> str:
-    """As the app's routes have it: without what the server or a mount has put before it."""
-    path, root = str(scope["path"]), root_of(scope)
-    return path[len(root) :] if root and path.startswith(f"{root}/") else path
-
-
-def root_of(scope: Scope) -> str:
-    """Where the app is mounted."""
-    return str(scope.get("root_path", ""))
+def encoded(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """As ASGI has them."""
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
