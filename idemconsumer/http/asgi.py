@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from idemconsumer.http.covered import COVERED
 from idemconsumer.http.current import slot_without_key
 from idemconsumer.http.exchange import Exchange
-from idemconsumer.http.guarding import seen, unseen
+from idemconsumer.http.frameworks import COVERED, is_litestar, marked_routes
 from idemconsumer.http.idempotency import Idempotency, Table
-from idemconsumer.http.marked import is_litestar, marked_routes
+from idemconsumer.http.marks import seen, unseen
 from idemconsumer.http.messages import Request
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Problem

@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from idemconsumer import forks
-from idemconsumer.http.covered import COVERED, Covered, covered
 from idemconsumer.http.current import asked, slot_of_task
-from idemconsumer.http.marked import routed
+from idemconsumer.http.frameworks import COVERED, Covered, covered, routed
 from idemconsumer.http.messages import Headers, Response
 from idemconsumer.http.modes import Answer, CutOff, Open
 from idemconsumer.http.policy import Policy

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, Unpack
 from idemconsumer.app.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.http import problems
-from idemconsumer.http.covered import COVERED
 from idemconsumer.http.current import KEY, new_key
 from idemconsumer.http.door import Door
+from idemconsumer.http.frameworks import COVERED, Marked
 from idemconsumer.http.lost import LostRequests
-from idemconsumer.http.marked import Marked, mark
+from idemconsumer.http.marks import mark
 from idemconsumer.http.messages import Request, Response
 from idemconsumer.http.modes import Answer, Mode, Run
 from idemconsumer.http.opening import Opened

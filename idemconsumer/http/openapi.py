@@ -6,8 +6,8 @@ from collections.abc import MutableMapping
 from typing import Any, Final
 
 from idemconsumer.http import problems
+from idemconsumer.http.frameworks import marked_routes
 from idemconsumer.http.idempotency import Idempotency
-from idemconsumer.http.marked import marked_routes
 from idemconsumer.http.policy import Policy
 from idemconsumer.rules.http import MAX_KEY
 

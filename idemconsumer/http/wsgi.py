@@ -11,9 +11,9 @@ from typing import Final
 from idemconsumer.http.accepting import AcceptLater
 from idemconsumer.http.background import background
 from idemconsumer.http.current import slot_without_key
-from idemconsumer.http.guarding import seen
+from idemconsumer.http.frameworks import FlaskRoutes
 from idemconsumer.http.idempotency import Admitted, Idempotency, Table, checked_tenant, passes
-from idemconsumer.http.marked_wsgi import FlaskRoutes
+from idemconsumer.http.marks import seen
 from idemconsumer.http.messages import Headers, Request, Response
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import BODY_TOO_LARGE, Problem

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from idemconsumer import forks
-from idemconsumer.http.covered import COVERED, covered
 from idemconsumer.http.current import Slot, asked, slot_in_thread, slot_of_task
+from idemconsumer.http.frameworks import COVERED, covered
 from idemconsumer.http.messages import Headers, Response
 from idemconsumer.http.modes import Answer, CutOff, Open
 from idemconsumer.rules.http import content_type, streams

@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute, Mount
 from starlette.routing import Route as StarletteRoute
 
 from idemconsumer.http import Idempotency, IdempotencyMiddleware, Route
-from idemconsumer.http.marked import Marked, static_first
+from idemconsumer.http.frameworks import Marked, static_first
 from tests.http.site import Call, MakeDoor, client, problem, replayed
 from tests.support.ledger import Ledger
 

@@ -26,7 +26,7 @@ from idemconsumer import App
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.http import Idempotency, IdempotencyMiddleware, Route
 from idemconsumer.http.fastapi import RequestTx
-from idemconsumer.http.guarding import seen
+from idemconsumer.http.marks import seen
 from tests.http.fake_requests import FakeRequests
 from tests.http.site import by_header, client, problem, replayed
 

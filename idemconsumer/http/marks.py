@@ -1,0 +1,138 @@
+"""What `@idempotency.route` makes of an endpoint: it runs in no request that the front door has not looked at by the
+same mark (H1).
+
+Whether it is found depends on how its app is built: an unknown framework, middleware that changes a path, an app that
+is mounted. Here it is asked at the last moment, whatever led to the endpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any, Final
+
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.http.policy import Policy, Route
+
+MARK: Final = "__idempotent_route__"
+EFFECTS: Final = ("DELETE", "PATCH", "POST", "PUT")
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A request that the front door has looked at. Without a policy its method has no effect to repeat. `inside`: of a
+    marked endpoint, which may call another one."""
+
+    policy: Policy | None
+    inside: bool = False
+
+
+_SEEN: Final[ContextVar[_Seen | None]] = ContextVar("idemconsumer_seen", default=None)
+
+
+def seen(policy: Policy | None) -> AbstractContextManager[None]:
+    """For the tasks that are made inside, and for what is called there."""
+    return _inside(_Seen(policy))
+
+
+def unseen() -> AbstractContextManager[None]:
+    """For a request that none of ours is, and that may be begun in the context of another one."""
+    return _inside(None)
+
+
+@contextmanager
+def _inside(request: _Seen | None) -> Iterator[None]:
+    token = _SEEN.set(request)
+    try:
+        yield
+    finally:
+        _SEEN.reset(token)
+
+
+def mark(endpoint: Any, route: Route) -> Any:
+    """What is to be the endpoint instead: the same, guarded, and the mark is found in it. Raises ConfigurationError."""
+    if inspect.isclass(endpoint):
+        its = [name for name in map(str.lower, EFFECTS) if callable(getattr(endpoint, name, None))]
+        if not its:
+            raise _unmarkable(endpoint)
+        for name in its:
+            if mark_of(method := getattr(endpoint, name)) is None:
+                setattr(endpoint, name, mark(method, route))
+        return endpoint
+    if hasattr(endpoint, "_fn"):  # a handler of Litestar has its function
+        endpoint._fn = mark(endpoint.fn, route)
+        return endpoint
+    if not (inspect.isroutine(endpoint) or isinstance(endpoint, functools.partial)):
+        raise _unmarkable(endpoint)
+    made = _guarded(endpoint, route)
+    setattr(made, MARK, route)
+    with suppress(AttributeError):  # a bound method takes none
+        setattr(endpoint, MARK, route)  # an app may have been given it before it was marked
+    return made
+
+
+def mark_of(endpoint: Any) -> Route | None:
+    """Also of a function that another one has wrapped."""
+    while endpoint is not None:
+        if (route := getattr(endpoint, MARK, None)) is not None:
+            return route if isinstance(route, Route) else None
+        endpoint = getattr(endpoint, "__wrapped__", None) or getattr(endpoint, "func", None)
+    return None
+
+
+def _unmarkable(endpoint: object) -> ConfigurationError:
+    return ConfigurationError(
+        f"@idempotency.route: {endpoint!r} is neither a function nor a class with post, put, patch or delete; write "
+        "routes={'POST /orders': Route(…)}"
+    )
+
+
+def _guarded(endpoint: Callable[..., Any], given: Route) -> Callable[..., Any]:
+    """The endpoint, which raises ConfigurationError where it would run unprotected. A coroutine function stays one,
+    since frameworks ask for that. A generator may be begun when its request is over, so it is asked for as it is made.
+    """
+    check = functools.partial(_check, getattr(endpoint, "__qualname__", repr(endpoint)), given)
+    guard: Any  # it uses no global names, see below
+    if inspect.iscoroutinefunction(endpoint):
+
+        async def guard(*args: Any, **named: Any) -> Any:
+            check()
+            return await endpoint(*args, **named)
+
+    else:
+
+        def guard(*args: Any, **named: Any) -> Any:
+            check()
+            return endpoint(*args, **named)
+
+    # Frameworks resolve annotations by the globals of what they are given.
+    its = getattr(endpoint, "__globals__", guard.__globals__)
+    made = FunctionType(guard.__code__, its, guard.__name__, None, guard.__closure__)
+    return functools.update_wrapper(made, endpoint)
+
+
+def _check(name: str, given: Route) -> None:
+    request = _SEEN.get()
+    if request is None:
+        raise ConfigurationError(
+            f"{name} is marked by @idempotency.route, but IdempotencyMiddleware has not found its route, so it was not "
+            "run; put the middleware around the app, inside of what changes paths, or name the route in routes={…}; a "
+            f"websocket cannot be marked; to call it outside of a request, write {name}.__wrapped__(…)"
+        )
+    if not request.inside and request.policy is not None and not _holds(request.policy, given):
+        raise ConfigurationError(
+            f"{name} is marked by @idempotency.route, but its request matched {request.policy.name!r}, so it was not "
+            "run; put IdempotencyMiddleware inside of what changes paths, name the route in routes={…}, or "
+            f"write {name}.__wrapped__(…) where another endpoint calls it"
+        )
+    request.inside = True
+
+
+def _holds(policy: Policy, given: Route) -> bool:
+    """Whether it is what was marked, or written down in `routes=`, which comes first."""
+    return policy.named or policy.route == given or policy.route == replace(given, tx=True)
