@@ -17,9 +17,8 @@ from idemconsumer.handlers.decorator import Handler
 from idemconsumer.http import problems
 from idemconsumer.http.idempotency import HEADER, Tenant, caller
 from idemconsumer.http.messages import Request, Response
-from idemconsumer.http.outages import Outages
 from idemconsumer.http.policy import MIB
-from idemconsumer.http.problems import MEDIA_TYPE, TYPE, Problem
+from idemconsumer.http.problems import MEDIA_TYPE, TYPE, Outages, Problem
 from idemconsumer.http.wire import Receive, Scope, Send, read_body, request_of, respond
 from idemconsumer.rules.accepting import Progress
 from idemconsumer.rules.http import BadKey, bodiless, keepable, parse_key

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final
 
-from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, IdemConsumerError, StoreUnavailable
+from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.http import problems
 from idemconsumer.http.messages import replay
 from idemconsumer.http.modes import Answer, Mode, Run, refusal
-from idemconsumer.http.outages import Outages
+from idemconsumer.http.opening import Opened
 from idemconsumer.http.policy import Policy
+from idemconsumer.http.problems import Outages
 from idemconsumer.logs import log
 from idemconsumer.ports.requests import Running
 from idemconsumer.ports.store import Claim
@@ -26,23 +27,23 @@ _DOUBTS: Final = 3
 
 
 class Door:
-    def __init__(self) -> None:
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
         self._joined, self._leased = Outages(), Outages()  # of which one may be out of order alone
 
-    async def answer(
-        self, claimed: Callable[[], Claim], policy: Policy, mode: Callable[[], Awaitable[Mode]], run: Run
-    ) -> Answer:
-        """The answer to one request. `mode` opens its store, and then `claimed` hashes its key (R39). Raises what the
+    async def answer(self, claimed: Callable[[], Claim], policy: Policy, run: Run) -> Answer:
+        """The answer to one request. Its store is opened, and then `claimed` hashes its key (R39). Raises what the
         application raises."""
         loop, claim, outages = asyncio.get_running_loop(), None, self._joined if policy.tx else self._leased
         until, pause, doubts = loop.time() + policy.wait, _FIRST_PAUSE, 0
         while True:
             try:
-                opened = await mode()
+                mode: Mode = await (self._opened.joined() if policy.tx else self._opened.leased())
                 claim = claim or claimed()
-                met = await opened.attempt(claim, policy, run)
+                met = await mode.attempt(claim, policy, run)
             except CommitUnknown as error:
-                _check_ours(error)
+                if error.by_function:  # it came from the application, and says nothing about our store (B12)
+                    raise
                 doubts += 1
                 until = max(until, loop.time() + _DOUBT)
                 if doubts == _DOUBTS:
@@ -61,10 +62,10 @@ class Door:
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def answer_without_key(self, unclaimed: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def answer_without_key(self, policy: Policy, run: Run) -> Answer:
         """That to a request of which nothing is stored, so a COMMIT without an answer cannot be asked for (H16)."""
         try:
-            answer = await unclaimed()
+            answer = await (await self._opened.joined()).unclaimed(policy, run)
         except CommitUnknown as error:
             return refusal(self._joined.answered(error, problems.OUTCOME_LOST))
         except (StoreUnavailable, ConfigurationError, Contention) as error:
@@ -90,9 +91,3 @@ def _standing(met: Record | Running, claim: Claim, policy: Policy) -> Answer | N
     if verdict is Verdict.DEAD or stored is None or stored.status is None:
         return refusal(problems.NOT_REPLAYABLE)
     return Answer(replay(stored), live=False)
-
-
-def _check_ours(error: IdemConsumerError) -> None:
-    """Raises what came from the application, which says nothing about our store (B12)."""
-    if error.by_function:
-        raise error

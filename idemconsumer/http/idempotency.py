@@ -18,7 +18,7 @@ from idemconsumer.http.frameworks import COVERED, Marked
 from idemconsumer.http.lost import LostRequests
 from idemconsumer.http.marks import mark
 from idemconsumer.http.messages import Request, Response
-from idemconsumer.http.modes import Answer, Mode, Run
+from idemconsumer.http.modes import Answer, Run
 from idemconsumer.http.opening import Opened
 from idemconsumer.http.policy import Policy, Route, RouteOptions, compile_route
 from idemconsumer.http.problems import Problem
@@ -135,7 +135,7 @@ class Idempotency:
         ]
         self._at = (observer or NullObserver()).at
         self._opened = Opened(app, store, redis, self._at)
-        self._door = Door()
+        self._door = Door(self._opened)
         self._watch = Watch(app, metrics)
         for policy in [policy for _, policy in self._routes] + list(self._defaults().values()):
             self._opened.expect(policy)
@@ -235,16 +235,8 @@ class Idempotency:
         policy, key = admitted.policy, admitted.key
         if key is None:
             KEY.set(new_key())
-
-            async def unclaimed() -> Answer:
-                return await (await self._opened.joined()).unclaimed(policy, run)
-
-            return await self._door.answer_without_key(unclaimed)
-
-        def mode() -> Awaitable[Mode]:
-            return self._opened.joined() if policy.tx else self._opened.leased()
-
-        return await self._door.answer(lambda: self._claim(admitted, key, body), policy, mode, run)
+            return await self._door.answer_without_key(policy, run)
+        return await self._door.answer(lambda: self._claim(admitted, key, body), policy, run)
 
     def _claim(self, admitted: Admitted, given: str, body: bytes) -> Claim:
         policy, tenant, request = admitted.policy, admitted.tenant, admitted.request
