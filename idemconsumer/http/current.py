@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, Generic, LiteralString, TypeVar, overload
 
@@ -35,7 +35,7 @@ class Slot(Everybodys):
         self.refusal = refusal
         self.key = key
         self.loop = loop
-        self.asked = False
+        self.asked = False  # for its Tx or key: then there is an endpoint, whatever the router says
         self._tx: Tx | None = None
 
     def open(self, tx: Tx) -> None:
@@ -58,18 +58,14 @@ class Slot(Everybodys):
 _SLOT: Final[ContextVar[Slot | None]] = ContextVar("idemconsumer_request", default=None)
 
 
-@contextmanager
-def slot_for(route: str, *, joined: bool) -> Iterator[Slot]:
+def slot_for(route: str, *, joined: bool) -> AbstractContextManager[Slot]:
     """The slot of a request of this route, for the tasks that are made inside."""
-    with _in(Slot("" if joined else _refusal(route), KEY.get(), asyncio.get_running_loop())) as slot:
-        yield slot
+    return _ending(Slot("" if joined else _refusal(route), KEY.get(), asyncio.get_running_loop()))
 
 
-@contextmanager
-def slot_without_key(route: str) -> Iterator[None]:
+def slot_without_key(route: str) -> AbstractContextManager[Slot]:
     """That of a request without a key that runs in no transaction, for what is called or made inside."""
-    with _in(Slot(_refusal(route), new_key(), None)):
-        yield
+    return _ending(Slot(_refusal(route), new_key(), None))
 
 
 def new_key() -> str:
@@ -85,33 +81,34 @@ def _refusal(route: str) -> str:
 
 
 @contextmanager
-def _in(slot: Slot) -> Iterator[Slot]:
-    token = _SLOT.set(slot)
-    try:
-        yield slot
-    finally:
-        slot.end()
-        _SLOT.reset(token)
+def _ending(slot: Slot) -> Iterator[Slot]:
+    with within(_SLOT, slot):
+        try:
+            yield slot
+        finally:
+            slot.end()
 
 
-def asked(slot: Slot | None) -> bool:
-    """Whether its Tx or key was asked for, so that there is an endpoint, whatever the router says."""
-    return slot is not None and slot.asked
+def slot_of_task() -> Slot:
+    """That of the request for which this task runs the application."""
+    slot = _SLOT.get()
+    assert slot is not None
+    return slot
 
 
-def slot_of_task() -> Slot | None:
-    """That of the request for which this task runs."""
-    return _SLOT.get()
+def slot_in_thread(slot: Slot) -> AbstractContextManager[None]:
+    """The same, in a thread that has no task."""
+    return within(_SLOT, slot)
 
 
 @contextmanager
-def slot_in_thread(slot: Slot | None) -> Iterator[None]:
-    """The same, in a thread that has no task."""
-    token = _SLOT.set(slot)
+def within(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """The variable has this value for what is called inside, and for the tasks that are made there."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _SLOT.reset(token)
+        variable.reset(token)
 
 
 def _slot() -> Slot:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from idemconsumer import forks
-from idemconsumer.http.current import asked, slot_of_task
+from idemconsumer.http.current import slot_of_task
 from idemconsumer.http.frameworks import COVERED, Covered, covered, routed
 from idemconsumer.http.messages import Headers, Response
 from idemconsumer.http.modes import Answer, CutOff, Open
@@ -65,7 +65,7 @@ class Exchange:
             # Middleware around this one looks there for the route.
             known = {*self._scope, COVERED}
             self._scope.update({name: given for name, given in scope.items() if name not in known})
-            found = (routed(scope) and not view.missed) or asked(slot_of_task())
+            found = (routed(scope) and not view.missed) or slot_of_task().asked
             return replace(run.response.result(), routed=found)
         self._run = None
         run.task.result()

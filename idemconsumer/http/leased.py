@@ -35,7 +35,7 @@ class Leased:
     """See `Mode`. It has no time limit: a key is held for as long as its endpoint runs (H13)."""
 
     def __init__(self, store: RequestStore, at: Callable[[Point, str, Sequence[bytes]], None]) -> None:
-        self._store = store
+        self.store = store
         self._at = at
         self._running: set[asyncio.Future[None]] = set()
 
@@ -61,7 +61,7 @@ class Leased:
                 lost.set_result(None)
 
         async with patience("the store does not answer"):
-            found = await self._store.claim(claim, lose, again=policy.again)
+            found = await self.store.claim(claim, lose, again=policy.again)
         if not isinstance(found, Held):
             return found
         self._at(Point.CLAIMED, policy.name, (claim.key,))
@@ -180,7 +180,7 @@ class Leased:
         said: object = "another owner has its key"
         while not lost.done():
             try:
-                if await self._store.complete(held, result, failed=failed):
+                if await self.store.complete(held, result, failed=failed):
                     return True
                 break
             except CommitUnknown:
@@ -197,7 +197,7 @@ class Leased:
 
     async def _release(self, held: Held, *, ran: bool = False) -> None:
         try:
-            await self._store.release(held, ran=ran)
+            await self.store.release(held, ran=ran)
         except BaseException as error:  # its lease ends by itself
             if ends_this_task(error):
                 raise

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Final
 
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.http.current import within
 from idemconsumer.http.policy import Policy, Route
 
 MARK: Final = "__idempotent_route__"
@@ -37,21 +38,12 @@ _SEEN: Final[ContextVar[_Seen | None]] = ContextVar("idemconsumer_seen", default
 
 def seen(policy: Policy | None) -> AbstractContextManager[None]:
     """For the tasks that are made inside, and for what is called there."""
-    return _inside(_Seen(policy))
+    return within(_SEEN, _Seen(policy))
 
 
 def unseen() -> AbstractContextManager[None]:
     """For a request that none of ours is, and that may be begun in the context of another one."""
-    return _inside(None)
-
-
-@contextmanager
-def _inside(request: _Seen | None) -> Iterator[None]:
-    token = _SEEN.set(request)
-    try:
-        yield
-    finally:
-        _SEEN.reset(token)
+    return within(_SEEN, None)
 
 
 def mark(endpoint: Any, route: Route) -> Any:

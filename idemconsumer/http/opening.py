@@ -39,7 +39,6 @@ class _Stores:
     joined: Joined | None = None
     copies: Copies | None = None
     leased: Leased | None = None
-    requests: RequestStore | None = None
 
 
 class Opened:
@@ -88,16 +87,12 @@ class Opened:
         if here.leased is None:
             async with here.opening:
                 if here.leased is None:
-                    here.requests = await self._open_requests(here)
-                    here.leased = Leased(here.requests, self._at)
+                    here.leased = Leased(await self._open_requests(here), self._at)
         return here.leased
 
     async def requests(self) -> RequestStore:
         """Where leased routes keep their keys. Raises as `leased`."""
-        here = self._stores.here()
-        await self.leased()
-        assert here.requests is not None
-        return here.requests
+        return (await self.leased()).store
 
     async def _open_postgres(self, here: _Stores) -> PostgresStore:
         if here.postgres is None:
@@ -160,15 +155,15 @@ class Opened:
         here = self._stores.forget() or _Stores()
         async with here.opening:  # what is being opened is closed too
             pass
-        leased, opened = here.leased, (here.copies, here.requests, here.postgres)
+        leased = here.leased
         if leased is None or await leased.ended(_GRACE):
-            await _close(opened)
+            await _close(here)
             return
         log.warning("requests still run and keep their keys, closing the store after them")
 
         async def close_behind() -> None:
             await leased.ended()
-            await _close(opened)
+            await _close(here)
 
         closing = asyncio.create_task(close_behind())
         _CLOSING.add(closing)
@@ -178,11 +173,13 @@ class Opened:
         """All tasks were cancelled. What a thread goes on with keeps its key, and then all stays open (H14); so does a
         store that was given, which other loops may use."""
         if here.leased is None or await here.leased.ended(0):
-            await _close((here.copies, here.requests if isinstance(self._store, str) else None, here.postgres))
+            await _close(here, its=isinstance(self._store, str))
 
 
-async def _close(opened: Sequence[Copies | RequestStore | PostgresStore | None]) -> None:
+async def _close(here: _Stores, *, its: bool = True) -> None:
+    """`its`: the store of leased routes too."""
+    requests = here.leased.store if here.leased is not None and its else None
     async with AsyncExitStack() as stack:
-        for each in reversed(opened):
+        for each in (here.postgres, requests, here.copies):  # the last one first
             if each is not None:
                 stack.push_async_callback(each.close)

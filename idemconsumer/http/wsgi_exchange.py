@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from idemconsumer import forks
-from idemconsumer.http.current import Slot, asked, slot_in_thread, slot_of_task
+from idemconsumer.http.current import Slot, slot_in_thread, slot_of_task
 from idemconsumer.http.frameworks import COVERED, covered
 from idemconsumer.http.messages import Headers, Response
 from idemconsumer.http.modes import Answer, CutOff, Open
@@ -95,7 +95,7 @@ class Exchange:
             order.failed(CutOff(f"the application was ended with its thread, by {type(error).__name__}"))
             raise
         else:
-            order.ended(replace(response, routed=not view.missed or asked(order.slot)))
+            order.ended(replace(response, routed=not view.missed or order.slot.asked))
 
     def discard(self) -> None:
         """End the last run, of which nothing is sent."""
@@ -107,7 +107,7 @@ class Exchange:
 class _Order:
     """To run the application once. It is taken by the thread, which then runs it, or by the loop, which gives it up."""
 
-    def __init__(self, slot: Slot | None) -> None:
+    def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self._loop = asyncio.get_running_loop()
         self.response: asyncio.Future[Response] = self._loop.create_future()
