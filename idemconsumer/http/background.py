@@ -7,11 +7,12 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeAlias
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
 
 _SECONDS_TO_CLOSE: Final = 5.0
-
-Close: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Background:
@@ -20,15 +21,18 @@ class Background:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.closing: set[Close] = set()
+        self.closing: set[Callable[[], Coroutine[Any, Any, None]]] = set()
         threading.Thread(target=self.loop.run_forever, name="idemconsumer-http", daemon=True).start()
         atexit.register(self._close)
+
+    def start(self, act: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(act, self.loop)
 
     def _close(self) -> None:
         if _background is not self:
             return  # it is the parent's
         for close in self.closing:
-            future = asyncio.run_coroutine_threadsafe(close(), self.loop)
+            future = self.start(close())
             try:
                 future.result(_SECONDS_TO_CLOSE)
             except Exception:  # noqa: BLE001 - nobody is left who could be told

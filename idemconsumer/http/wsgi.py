@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Iterable
-from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 from idemconsumer.http.accepting import AcceptLater
 from idemconsumer.http.background import background
@@ -17,11 +15,12 @@ from idemconsumer.http.marks import seen
 from idemconsumer.http.messages import Headers, Request, Response
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import BODY_TOO_LARGE, Problem
-from idemconsumer.http.wsgi_exchange import Environ, Exchange, StartResponse, Wsgi
-from idemconsumer.rules.http import MOST_DIGITS, bodiless
+from idemconsumer.http.wsgi_exchange import Environ, StartResponse, ThreadExchange, Wsgi, respond
+from idemconsumer.rules.http import MOST_DIGITS
 from idemconsumer.rules.routes import SAFE
 
 _PART: Final = 65_536  # bytes
+_GONE: Final = Response(400, (("Content-Length", "0"),), b"")  # to a client that had not sent all: nothing has begun
 
 
 class IdempotencyMiddleware:
@@ -64,28 +63,21 @@ class IdempotencyMiddleware:
             with slot_without_key(policy.name):
                 return self.app(environ, start_response)
         if isinstance(admitted, Problem):
-            return _respond(start_response, self.idempotency.refused(policy, admitted))
+            return respond(start_response, self.idempotency.refused(policy, admitted))
         body = _read(environ, policy.max_body)
         if isinstance(body, Problem):
-            return _respond(start_response, self.idempotency.refused(policy, body))
+            return respond(start_response, self.idempotency.refused(policy, body))
         if body is None:
-            start_response("400 Bad Request", [("Content-Length", "0")])  # the client has gone
-            return []
-        cap, stream = policy.max_response, policy.stream
-        exchange = Exchange(self.app, environ, body, cap=cap, stream=stream)
+            return respond(start_response, _GONE)
+        exchange = ThreadExchange(self.app, environ, body, policy)
         there = background()
         there.closing.add(self.idempotency.close)
-        answering = self.idempotency.answer(admitted, body, exchange.run)
-        answer = exchange.follow(asyncio.run_coroutine_threadsafe(answering, there.loop))
-        if answer.live and exchange.last is not None:
-            return exchange.last.live(start_response, answer)
-        exchange.discard()
-        return _respond(start_response, answer.response)
+        return exchange.serve(there.start(self.idempotency.answer(admitted, body, exchange.run)), start_response)
 
     def close(self) -> None:
         """Close what was opened in this process. Call it once all requests have been answered; the next one opens it
         anew."""
-        asyncio.run_coroutine_threadsafe(self.idempotency.close(), background().loop).result()
+        background().start(self.idempotency.close()).result()
 
     def _admitted(self, request: Request, policy: Policy) -> Admitted | Problem | None:
         """In this thread: a tenant may have to be looked up by a connection that belongs to it, as Django's do."""
@@ -95,9 +87,7 @@ class IdempotencyMiddleware:
         if passes(key, policy):
             return None
         tenant = self.idempotency.ask_tenant(request)
-        if inspect.iscoroutine(tenant):
-            tenant = asyncio.run_coroutine_threadsafe(tenant, background().loop).result()
-        return self.idempotency.admitted(request, policy, key, tenant)
+        return self.idempotency.admitted(request, policy, key, _awaited(tenant))
 
     def _found(self, request: Request, environ: Environ) -> Policy | None:
         """The table is made once: what was marked in the app is known when its first request comes."""
@@ -129,20 +119,21 @@ class AcceptLaterMiddleware:
             return self.app(environ, start_response)
         body = _read(environ, later.max_body) if request.method == "POST" else b""
         if body is None:
-            start_response("400 Bad Request", [("Content-Length", "0")])  # the client has gone
-            return []
+            return respond(start_response, _GONE)
         there = background()
         there.closing.add(later.close)
-        tenant = later.ask_tenant(request)
-        if inspect.iscoroutine(tenant):
-            tenant = asyncio.run_coroutine_threadsafe(tenant, there.loop).result()
-        answering = later.answer(request, body, checked_tenant(tenant))
-        return _respond(start_response, asyncio.run_coroutine_threadsafe(answering, there.loop).result())
+        tenant = checked_tenant(_awaited(later.ask_tenant(request)))
+        return respond(start_response, there.start(later.answer(request, body, tenant)).result())
 
     def close(self) -> None:
         """Close what was opened in this process. Call it once all requests have been answered; the next one opens it
         anew."""
-        asyncio.run_coroutine_threadsafe(self.later.close(), background().loop).result()
+        background().start(self.later.close()).result()
+
+
+def _awaited(tenant: Any) -> Any:
+    """What it is, if it is awaited, in the loop."""
+    return background().start(tenant).result() if inspect.iscoroutine(tenant) else tenant
 
 
 def _request(environ: Environ) -> Request:
@@ -167,18 +158,6 @@ def _read(environ: Environ, cap: int) -> bytes | Problem | None:
     if length is None:
         return b"".join(parts) if left else BODY_TOO_LARGE
     return None if left else b"".join(parts)
-
-
-def _respond(start_response: StartResponse, response: Response) -> Iterable[bytes]:
-    start_response(_status(response.status), list(response.headers))
-    return [] if bodiless(response.status) else [response.body]
-
-
-def _status(code: int) -> str:
-    try:
-        return f"{code} {HTTPStatus(code).phrase}"
-    except ValueError:
-        return f"{code} Unknown"
 
 
 def _decoded(text: str) -> str:

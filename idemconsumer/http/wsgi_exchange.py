@@ -3,140 +3,127 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from http import HTTPStatus
 from io import BytesIO
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 from idemconsumer import forks
 from idemconsumer.http.current import Slot, slot_in_thread, slot_of_task
 from idemconsumer.http.frameworks import COVERED, covered
 from idemconsumer.http.messages import Headers, Response
 from idemconsumer.http.modes import Answer, CutOff, Open
-from idemconsumer.rules.http import content_type, streams
+from idemconsumer.http.policy import Policy
+from idemconsumer.rules.http import bodiless, content_type, streams
 
-T = TypeVar("T")
 Environ: TypeAlias = dict[str, Any]
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
 Write: TypeAlias = Callable[[bytes], object]
 StartResponse: TypeAlias = Callable[..., Write]
 Wsgi: TypeAlias = Callable[[Environ, StartResponse], Iterable[bytes]]
 
+_PHRASES: Final = {each.value: each.phrase for each in HTTPStatus}
 
-class Exchange:
-    """Runs the application in the thread that calls `follow`, as often as the loop calls `run`.
+_Order = Future["Response | Exception"]
+"""To run the application once. It is taken by the thread, which then runs it, or by the loop, which gives it up. What
+the application raises is its result: as an exception it might become one of asyncio's."""
+
+
+class ThreadExchange:
+    """Runs the application in the thread that calls `serve`, as often as the loop calls `run`.
 
     A thread cannot be cancelled. A run that is cancelled is over for the loop: the transaction is rolled back, or the
     key was lost, and its Tx refuses whatever the thread still asks of it (H51). An order for a thread that has ended
     fails, so that its key is given back.
     """
 
-    def __init__(self, app: Wsgi, environ: Environ, body: bytes, *, cap: int, stream: bool) -> None:
+    def __init__(self, app: Wsgi, environ: Environ, body: bytes, policy: Policy) -> None:
         self._app = app
         self._environ = environ
         self._body = body
-        self._cap = cap
-        self._stream = stream
-        self._orders: SimpleQueue[_Order | None] = SimpleQueue()
+        self._policy = policy
+        self._orders: SimpleQueue[tuple[_Order, Slot] | None] = SimpleQueue()
         self._thread_ended = False
-        self.last: Run | None = None
+        self._last: _Call | None = None
 
     async def run(self, limit: float | None = None) -> Response:
         """See `modes.Run`, in the loop. Raises RuntimeError if it ends without a response, or its thread has ended.
         `limit` is not obeyed: the thread that would tell the client is the one that runs."""
-        order = _Order(slot_of_task())
-        self._orders.put(order)
+        order = _Order()
+        self._orders.put((order, slot_of_task()))
         if self._thread_ended:
             self._refuse()
-        try:
-            return await order.response
-        except asyncio.CancelledError:
-            order.take()
-            raise
+        ended = await asyncio.wrap_future(order)  # cancelled, it gives up an order that the thread has not taken
+        if isinstance(ended, Exception):
+            raise ended
+        return ended
 
-    def follow(self, answering: Future[T]) -> T:
-        """In the thread: run the application when that is asked for, until there is an answer."""
+    def serve(self, answering: Future[Answer], start_response: StartResponse) -> Iterable[bytes]:
+        """In the thread: run the application when that is asked for, until there is an answer, and send that."""
         answering.add_done_callback(lambda _: self._orders.put(None))
         try:
-            while (order := self._orders.get()) is not None:
-                if order.take():
-                    self._obey(order)
+            while (given := self._orders.get()) is not None:
+                order, slot = given
+                if order.set_running_or_notify_cancel():
+                    self._obey(order, slot)
         except BaseException:  # the server ends this thread
             self._thread_ended = True  # before it looks: `run` looks after it has ordered
             self._refuse()
-            self.discard()
+            self._discard()
             raise
-        return answering.result()
+        answer = answering.result()
+        if answer.live and self._last is not None:
+            return self._last.live(start_response, answer)
+        self._discard()
+        return respond(start_response, answer.response)
 
     def _refuse(self) -> None:
         with suppress(Empty):
             while True:
-                order = self._orders.get_nowait()
-                if order is not None and order.take():
-                    order.failed(RuntimeError("the thread of the request has ended before it was run"))
+                given = self._orders.get_nowait()
+                if given is not None and given[0].set_running_or_notify_cancel():
+                    given[0].set_result(RuntimeError("the thread of the request has ended before it was run"))
 
-    def _obey(self, order: _Order) -> None:
-        self.discard()
+    def _obey(self, order: _Order, slot: Slot) -> None:
+        self._discard()
         view = covered(self._app)
-        plain = {"HTTP_ACCEPT_ENCODING": "identity"}  # H5
-        environ = {**self._environ, **_input(self._body), **plain, COVERED: view}
-        self.last = run = Run(self._app, environ, self._cap, stream=self._stream)
+        environ = {**self._environ, "HTTP_ACCEPT_ENCODING": "identity", COVERED: view}  # H5
+        # Of a body that was read: its length is known, and it ends.
+        environ |= {"CONTENT_LENGTH": str(len(self._body)), "wsgi.input_terminated": True}
+        environ["wsgi.input"] = BytesIO(self._body)
+        self._last = call = _Call(self._app, environ, self._policy)
         try:
-            with slot_in_thread(order.slot), forks.never_in_a_child():
-                response = run.response()
+            with slot_in_thread(slot), forks.never_in_a_child():
+                response = call.response()
         except Exception as error:  # noqa: BLE001 - of the application: it is raised where the run was asked for
-            order.failed(error)
+            order.set_result(error)
         except BaseException as error:
-            order.failed(CutOff(f"the application was ended with its thread, by {type(error).__name__}"))
+            order.set_result(CutOff(f"the application was ended with its thread, by {type(error).__name__}"))
             raise
         else:
-            order.ended(replace(response, routed=not view.missed or order.slot.asked))
+            order.set_result(replace(response, routed=not view.missed or slot.asked))
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         """End the last run, of which nothing is sent."""
-        last, self.last = self.last, None
+        last, self._last = self._last, None
         if last is not None:
             last.close()
 
 
-class _Order:
-    """To run the application once. It is taken by the thread, which then runs it, or by the loop, which gives it up."""
+class _Call:
+    """One of the application, whose response is held back (PEP 3333)."""
 
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
-        self._loop = asyncio.get_running_loop()
-        self.response: asyncio.Future[Response] = self._loop.create_future()
-        self._taken = threading.Lock()
-
-    def take(self) -> bool:
-        """True once, for whoever comes first."""
-        return self._taken.acquire(blocking=False)
-
-    def ended(self, response: Response) -> None:
-        self._tell(lambda: self.response.set_result(response))
-
-    def failed(self, error: Exception) -> None:
-        self._tell(lambda: self.response.set_exception(error))
-
-    def _tell(self, settle: Callable[[], None]) -> None:
-        self._loop.call_soon_threadsafe(lambda: None if self.response.done() else settle())
-
-
-class Run:
-    """One call of the application, whose response is held back (PEP 3333)."""
-
-    def __init__(self, app: Wsgi, environ: Environ, cap: int, *, stream: bool) -> None:
+    def __init__(self, app: Wsgi, environ: Environ, policy: Policy) -> None:
         self._app = app
         self._environ = environ
-        self._cap = cap
-        self._stream = stream
-        self.status = ""
-        self.headers: Headers = ()
+        self._policy = policy
+        self._status = ""
+        self._headers: Headers = ()
         self._held: list[bytes] = []
         self._size = 0
         self._parts: Iterable[bytes] = ()
@@ -146,8 +133,8 @@ class Run:
         self._write: Write | None = None
 
     def response(self) -> Response:
-        """Whole, or its beginning: a stream, or more than `cap` bytes. What the application gives to `write` is held
-        in memory until it returns, whatever its size."""
+        """Whole, or its beginning: a stream, or more than the policy keeps. What the application gives to `write` is
+        held in memory until it returns, whatever its size."""
         try:
             self._parts = self._app(self._environ, self._start_response)
             self._rest = iter(self._parts)
@@ -156,27 +143,34 @@ class Run:
                 if part is None:
                     return self._whole()
                 self._hold(part)
-            return Response(_code(self.status), self.headers, b"", whole=False)
+            return Response(self._code, self._headers, b"", whole=False)
         except BaseException:
             self.close()
             raise
 
     def _begins(self) -> bool:
-        return self._size > self._cap or (bool(self.status) and (self._stream or streams(content_type(self.headers))))
+        its = self._policy
+        return self._size > its.max_response or (
+            bool(self._status) and (its.stream or streams(content_type(self._headers)))
+        )
 
     def _whole(self) -> Response:
         self.close()  # what it still does belongs to the request, and may fail
         self._ended = True
-        if not self.status:
+        if not self._status:
             raise RuntimeError("the application has ended without a response")
-        return Response(_code(self.status), self.headers, b"".join(self._held))
+        return Response(self._code, self._headers, b"".join(self._held))
+
+    @property
+    def _code(self) -> int:
+        return int(self._status.split(" ", 1)[0])
 
     def live(self, start_response: StartResponse, answer: Answer) -> Iterable[bytes]:
         """Send what was held back, with the marks of the answer as more headers, then everything as it comes."""
         self._server = start_response
         live = _Live(self._held, self._rest, self.close, answer.open)
         try:
-            self._write = start_response(self.status, [*self.headers, *answer.marks])
+            self._write = start_response(self._status, [*self._headers, *answer.marks])
         except BaseException:
             live.close()
             raise
@@ -194,9 +188,9 @@ class Run:
             return self._write
         if exc_info is not None and exc_info[1] is not None and self._size:
             raise exc_info[1].with_traceback(exc_info[2])  # a server would have sent the headers by now
-        if exc_info is None and self.status:
+        if exc_info is None and self._status:
             raise AssertionError("the application has called start_response twice, without exc_info")
-        self.status, self.headers = status, tuple(headers)
+        self._status, self._headers = status, tuple(headers)
         return self._hold_or_write
 
     def _hold_or_write(self, part: bytes) -> None:
@@ -206,7 +200,7 @@ class Run:
             self._hold(part)
 
     def _hold(self, part: bytes) -> None:
-        if part and not self.status:
+        if part and not self._status:
             raise AssertionError("the application has given a body before it has called start_response")
         self._held.append(part)
         self._size += len(part)
@@ -252,10 +246,7 @@ class _Live:
         return next(self._rest, None)
 
 
-def _input(body: bytes) -> Environ:
-    """Of a body that was read: its length is known, and it ends."""
-    return {"wsgi.input": BytesIO(body), "CONTENT_LENGTH": str(len(body)), "wsgi.input_terminated": True}
-
-
-def _code(status: str) -> int:
-    return int(status.split(" ", 1)[0])
+def respond(start_response: StartResponse, response: Response) -> Iterable[bytes]:
+    """Send all of it."""
+    start_response(f"{response.status} {_PHRASES.get(response.status, 'Unknown')}", list(response.headers))
+    return [] if bodiless(response.status) else [response.body]
