@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from idemconsumer.errors import CommitUnknown, SelfCancelled
 from idemconsumer.http.current import slot_for
-from idemconsumer.http.lost import ask, given
+from idemconsumer.http.lost import ask
 from idemconsumer.http.messages import Response, replay
 from idemconsumer.http.modes import UNCLAIMED, Answer, CutOff, Open, Run, kept, kept_result, patience, refusal
 from idemconsumer.http.policy import Policy
@@ -50,43 +50,38 @@ class Leased:
         return True
 
     async def attempt(self, claim: Claim, policy: Policy, run: Run) -> Answer | Record | Running:
-        with self._counted():
-            return await self._attempt(claim, policy, run)
-
-    async def _attempt(self, claim: Claim, policy: Policy, run: Run) -> Answer | Record | Running:
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def lose() -> None:
             if not lost.done():
                 lost.set_result(None)
 
-        async with patience("the store does not answer"):
-            found = await self.store.claim(claim, lose, again=policy.again)
-        if not isinstance(found, Held):
-            return found
-        self._at(Point.CLAIMED, policy.name, (claim.key,))
-        if (known := await self._reconciled(found, policy, lost)) is not None:
-            return known
-        # If its loop ends, what it has begun may go on in a thread: it has never `ended`.
-        with self._counted(asyncio.CancelledError):
-            return await self._held(found, policy, run, lost)
+        with self._counted():
+            async with patience("the store does not answer"):
+                found = await self.store.claim(claim, lose, again=policy.again)
+            if not isinstance(found, Held):
+                return found
+            self._at(Point.CLAIMED, policy.name, (claim.key,))
+            if (known := await self._reconciled(found, policy, lost)) is not None:
+                return known
+            # If its loop ends, what it has begun may go on in a thread: it has never `ended`.
+            with self._counted(asyncio.CancelledError):
+                return await self._held(found, policy, run, lost)
 
     @contextmanager
     def _counted(self, *but: type[BaseException]) -> Iterator[None]:
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running.add(over)
+        goes_on = False
         try:
             yield
         except but:
+            goes_on = True
             raise
-        except BaseException:
-            self._end(over)
-            raise
-        self._end(over)
-
-    def _end(self, over: asyncio.Future[None]) -> None:
-        self._running.discard(over)
-        over.set_result(None)
+        finally:
+            if not goes_on:
+                self._running.discard(over)
+                over.set_result(None)
 
     async def _held(self, held: Held, policy: Policy, run: Run, lost: asyncio.Future[None]) -> Answer:
         claim = held.claim
@@ -112,24 +107,22 @@ class Leased:
             return Answer(response, live=True)
         self._at(Point.SEALING, policy.name, (claim.key,))
         failed = response.status >= 400
-        if not await self._stored(held, result, lost, failed=failed):
+        if not await uninterrupted(self._stored(held, result, lost, failed=failed)):
             return refusal(OUTCOME_UNKNOWN)
         self._at(Point.COMMITTED, policy.name, (claim.key,))
         return Answer(response, live=True)
 
     def _open(self, held: Held, policy: Policy, lost: asyncio.Future[None]) -> Open:
         """The application still runs: its key is given back behind it."""
-        counted = self._counted()
-        counted.__enter__()
+        counted = ExitStack()
+        counted.enter_context(self._counted())
 
         async def end() -> None:
-            try:
+            with counted:
                 if lost.done():
                     log.warning("a request lost its key while it ran", route=policy.name, key=held.claim.key)
                 else:
                     await self._release(held)
-            finally:
-                counted.__exit__(None, None, None)
 
         return Open(lost, end)
 
@@ -139,14 +132,14 @@ class Leased:
             return None
         try:
             known = await ask(held, policy)
-            result = given(known) if isinstance(known, Response) else None
+            result = known.stored() if isinstance(known, Response) else None
         except BaseException:
             await uninterrupted(self._release(held))
             raise
         if isinstance(known, NotDone) and not lost.done():
             return None
         if isinstance(known, Response) and result is not None:
-            if await self._stored(held, result, lost, failed=known.status >= 400):
+            if await uninterrupted(self._stored(held, result, lost, failed=known.status >= 400)):
                 log.warning("a lost request was settled", by="reconcile", route=policy.name, key=held.claim.key)
                 return Answer(replay(result), live=False)
         elif isinstance(known, Unknown):
@@ -170,11 +163,8 @@ class Leased:
         raise SelfCancelled
 
     async def _stored(self, held: Held, result: StoredResult, lost: asyncio.Future[None], *, failed: bool) -> bool:
-        """Whether the response is stored. Raises CannotKeep: then the store has given the key back (H52)."""
-        return await uninterrupted(self._completed(held, result, lost, failed=failed))
-
-    async def _completed(self, held: Held, result: StoredResult, lost: asyncio.Future[None], *, failed: bool) -> bool:
-        """Whether the response is stored. What has happened is worth some patience; the key is renewed meanwhile."""
+        """Whether the response is stored. What has happened is worth some patience; the key is renewed meanwhile.
+        Raises CannotKeep: then the store has given the key back (H52)."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _PATIENCE
         said: object = "another owner has its key"

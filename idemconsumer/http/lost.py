@@ -10,7 +10,6 @@ from idemconsumer.http.messages import Response
 from idemconsumer.http.policy import Policy
 from idemconsumer.logs import log
 from idemconsumer.message.keys import parts_of
-from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone, Unknown
 from idemconsumer.ports.requests import Held, LostRequest, RequestStore
 from idemconsumer.user_code.call import without_exit
@@ -34,7 +33,8 @@ class LostRequests:
 
     async def settle(self, lost: LostRequest, response: Response) -> bool:
         """Store the answer. See `RequestStore.settle_lost`."""
-        settled = await self._store.settle_lost(lost, given(response), by=self._by, failed=response.status >= 400)
+        failed = response.status >= 400
+        settled = await self._store.settle_lost(lost, response.stored(), by=self._by, failed=failed)
         return self._decided("a lost request was settled", lost, settled, status=response.status)
 
     async def release(self, lost: LostRequest) -> bool:
@@ -46,11 +46,6 @@ class LostRequests:
             about = {"app": lost.app, "route": lost.route, "key": lost.key, "since": f"{lost.since:%Y-%m-%d %H:%M:%S}Z"}
             log.warning(what, by=self._by, **about, **more)
         return done
-
-
-def given(response: Response) -> StoredResult:
-    """What is stored of a response that somebody has made up: all of its headers that a replay may have."""
-    return response.stored()
 
 
 async def ask(held: Held, policy: Policy) -> Response | NotDone | Unknown:
