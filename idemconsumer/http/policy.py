@@ -5,18 +5,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, TypedDict
+from typing import Any, Final, Literal, TypeAlias, TypedDict
 
-from idemconsumer.errors import ConfigurationError
+import msgspec
+
+from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.handlers.durations import MAX_RUN, parse_duration
-from idemconsumer.http.fingerprints import Take, compile_fingerprint
-from idemconsumer.http.messages import Response
+from idemconsumer.http.messages import Request, Response
+from idemconsumer.message import keys
 from idemconsumer.message.functions import is_async, takes
+from idemconsumer.message.keys import Key
+from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Done, Duration, NotDone, Unknown
 from idemconsumer.ports.requests import LostRequest
-from idemconsumer.rules.http import kept_by_default
+from idemconsumer.rules.http import host_name, kept_by_default
 
 Fingerprint: TypeAlias = Literal["bytes", "json"] | Sequence[str] | None
+Take: TypeAlias = Callable[[Request, bytes], bytes]
 Judge: TypeAlias = Callable[[Response], bool]
 Reconcile: TypeAlias = Callable[[LostRequest], Awaitable[Done[Response] | NotDone | Unknown]]
 OnStale: TypeAlias = Literal["run", "review"]
@@ -166,3 +171,44 @@ def compile_route(name: str, route: Route, *, named: bool = False) -> Policy:
 
 def _kept_by_default(response: Response) -> bool:
     return kept_by_default(response.status)
+
+
+def compile_fingerprint(name: str, spec: Fingerprint) -> Take | None:
+    """The fingerprint that `spec` asks for, of what must be equal in two requests with one key: method, host, path,
+    query and, as the route says, the body (H4). None if nothing is compared. Raises ConfigurationError for what is no
+    spec. What is not JSON is compared by its bytes, whatever was asked for."""
+    given: object = spec
+    if given is None:
+        return None
+    if given == "bytes":
+        return lambda request, body: _of(request, b"bytes", body)
+    if given == "json":
+        return _of_value
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        raise ConfigurationError(
+            f'route {name!r}: `fingerprint` is {given!r}; write "bytes", "json", a list of paths into a JSON body '
+            'such as ["amount"], or None'
+        )
+    take = keys.compile_fingerprint(Key.all(*given), Any, handler=name)
+
+    def chosen(request: Request, body: bytes) -> bytes:
+        try:
+            named = take(Message("", body), msgspec.json.decode(body))
+        except (msgspec.MsgspecError, RecursionError, UnicodeError, BadMessage):
+            return _of(request, b"bytes", body)
+        return _of_value(request, body) if named is None else _of(request, b"fields", named)
+
+    return chosen
+
+
+def _of_value(request: Request, body: bytes) -> bytes:
+    value = keys.canonical(body)
+    return _of(request, b"bytes", body) if value is None else _of(request, b"json", value)
+
+
+def _of(request: Request, kind: bytes, body: bytes) -> bytes:
+    """Length-prefixed, so that no two requests look alike."""
+    host, path = host_name(request.header("host") or ""), request.path
+    texts = [text.encode(errors="surrogateescape") for text in (request.method, host, path)]
+    parts = (*texts, request.query, kind, body)
+    return keys.fingerprint(b"".join(len(part).to_bytes(8, "big") + part for part in parts))

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from idemconsumer import App, ConfigurationError
 from idemconsumer.http import Idempotency, IdempotencyMiddleware, Request, Route, current_key
-from idemconsumer.http.fingerprints import compile_fingerprint
+from idemconsumer.http.policy import compile_fingerprint
 from idemconsumer.rules.http import BadKey, parse_key
 from tests.http.site import MakeDoor, by_header, client, place, problem, replayed, service
 from tests.support.ledger import Ledger
