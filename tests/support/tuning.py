@@ -105,7 +105,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "response_retry_pause": at("http.leased._AGAIN"),
     "endpoint_grace": at("http.exchange._GRACE"),
     "heartbeat_retry_pause": at("stores.heartbeat._AGAIN"),
-    "redis_asked_every": at("stores.redis.fitness.EVERY"),
+    "redis_asked_every": at("stores.redis.checks.EVERY"),
     "reconcile_grace": at("http.lost._GRACE"),
     "closing_grace": at("http.opening._GRACE"),
     # the queue in Postgres

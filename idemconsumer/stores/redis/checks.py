@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import secrets
 from collections.abc import Awaitable, Sequence
 from typing import Any, Final
@@ -11,25 +13,12 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.values import State
+from idemconsumer.stores.redis import scripts as lua
 from idemconsumer.stores.redis.client import Redises
-from idemconsumer.stores.redis.scripts import (
-    CLAIM,
-    COMPLETE,
-    FORGET,
-    KEEP,
-    LEAVE,
-    LOOK,
-    LOST,
-    READ,
-    RELEASE,
-    RELEASE_LOST,
-    RENEW,
-    UNMARK,
-    Scripts,
-    in_doubt,
-    name_of,
-)
+from idemconsumer.stores.redis.keeping import now
+from idemconsumer.stores.redis.scripts import Scripts, in_doubt, name_of
 
+EVERY: Final = 60.0  # seconds for which a server is known to be fit
 _KEEPS: Final = "noeviction"
 _RIGHTS: Final = "grant what docs/stores.md lists"
 _DENIED: Final = ("permission", "can't run this command")  # the second one in a script
@@ -55,6 +44,35 @@ async def refuse_unfit(redises: Redises) -> None:
                 "set it to noeviction, on a server of its own if caches need another: "
                 "CONFIG SET maxmemory-policy noeviction"
             )
+
+
+class Fitness:
+    """Whether a claim counts where it was made: a Redis that is fit when it is first used may evict later (H28).
+
+    Known since the servers were last asked, for a minute and until another connection is made: that may lead to another
+    server, as after a failover.
+    """
+
+    def __init__(self, redises: Redises) -> None:
+        self._redises = redises
+        self._asking = asyncio.Lock()
+        self._made = 0  # connections, before they were asked
+        self._until = -math.inf
+
+    @property
+    def known(self) -> bool:
+        return self._made == self._redises.made and now() < self._until
+
+    async def ask(self) -> None:
+        """Unless it is known. After a claim it is about the server that has it. Raises as `refuse_unfit`."""
+        if self.known:
+            return
+        async with self._asking:
+            if self.known:
+                return
+            made = self._redises.made
+            await refuse_unfit(self._redises)
+            self._made, self._until = made, now() + EVERY
 
 
 async def examine(address: str, replicas: int = 0) -> list[str]:
@@ -104,22 +122,24 @@ async def _try_scripts(redises: Redises, replicas: int) -> None:
     claim = (call, 1_000, _TRIAL, b"", b"", 1, "check/-/trial")
     try:
         try:
-            _, token, *_ = await scripts.run(CLAIM, key, *claim, writes=True)
+            _, token, *_ = await scripts.run(lua.CLAIM, key, *claim, writes=True)
             for script, given in (
-                (READ, ()), (RENEW, (token, _TRIAL)), (LEAVE, (token,)), (LOST, ()), (RELEASE, (token, 0)),
-                (RELEASE_LOST, (token,)),
+                (lua.READ, ()), (lua.RENEW, (token, _TRIAL)), (lua.LEAVE, (token,)), (lua.LOST, ()),
+                (lua.RELEASE, (token, 0)), (lua.RELEASE_LOST, (token,)),
             ):  # fmt: skip
                 await scripts.run(script, key, *given)
-            _, token, *_ = await scripts.run(CLAIM, key, *claim)
-            await scripts.run(COMPLETE, key, token, int(State.COMPLETED), b"", _TRIAL, 0, writes=True)
+            _, token, *_ = await scripts.run(lua.CLAIM, key, *claim)
+            await scripts.run(lua.COMPLETE, key, token, int(State.COMPLETED), b"", _TRIAL, 0, writes=True)
             with in_doubt():  # EVAL too, though the server may know all of these by their digests
                 await redises.client.execute_command("EVAL", "return 1", 1, name_of(key))
                 async for _ in redises.client.scan_iter(match=b"*", count=1):
                     break
-            for script, given in ((FORGET, ()), (LOOK, (call, _TRIAL)), (UNMARK, (call,)), (KEEP, (call, _TRIAL))):
-                await scripts.run(script, key, *given)
+            await scripts.run(lua.FORGET, key)
+            await scripts.run(lua.LOOK, key, call, _TRIAL)
+            await scripts.run(lua.UNMARK, key, call)
+            await scripts.run(lua.KEEP, key, call, _TRIAL)
         finally:
-            await scripts.run(FORGET, key)
+            await scripts.run(lua.FORGET, key)
     except StoreUnavailable as error:
         why = str(error).removeprefix("Redis: ")
         text = f"redis: no request could finish there: {why}"

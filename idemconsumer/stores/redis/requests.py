@@ -26,8 +26,8 @@ from idemconsumer.ports.requests import Held, LostRequest, Running
 from idemconsumer.ports.store import Claim
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.values import Record, State
+from idemconsumer.stores.redis.checks import Fitness
 from idemconsumer.stores.redis.client import Redises
-from idemconsumer.stores.redis.fitness import Fitness
 from idemconsumer.stores.redis.keeping import Keeper, now
 from idemconsumer.stores.redis.scripts import CLAIM, COMPLETE, LEAVE, LOST, READ, RELEASE, RELEASE_LOST, Scripts
 from idemconsumer.stores.redis.values import encode_response, read_record

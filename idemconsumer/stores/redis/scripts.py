@@ -20,6 +20,16 @@ _MOST: Final = 50  # exchanges at a time; the client refuses what is above its o
 _PIECE: Final = 1_000  # keys
 _PREFIX: Final = b"idemconsumer:"
 
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    text: str
+
+    @property
+    def digest(self) -> str:
+        return sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
 # A request's value is a hash. s: state, by number. t: fence token. o: of the call that claimed it. u, l: until when, in
 # milliseconds of Redis's clock, and how long a lease is. f, c: fingerprints. a: a former owner was lost. r: response.
 # b: when it was claimed, in microseconds since 1970. n: the name of its scope.
@@ -36,7 +46,7 @@ end
 # H53: a server that is full refuses a script what needs memory, until the script has written. This is a write that
 # needs none, and changes nothing: so a claim is refused there, and what has been claimed is renewed and ended.
 _THOUGH_FULL: Final = "redis.call('HDEL', KEYS[1], '')"
-_CLAIM: Final = f"""{_NOW}
+CLAIM: Final = Script(f"""{_NOW}
 local key, call, lease, keep, f, c = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 local s, t, o, u, l, a, kf, kc, r, b = unpack(
     redis.call('HMGET', key, 's', 't', 'o', 'u', 'l', 'a', 'f', 'c', 'r', 'b'))
@@ -63,9 +73,9 @@ if lost and same and ARGV[6] == '1' then
     return {{'held', token, 1, tonumber(b)}}
 end
 return {{'running', kf, kc, lost and 1 or 0}}
-"""
+""")
 # Only while it has not expired: whoever was cut off for so long has been told that it is lost.
-_RENEW: Final = f"""{_NOW}
+RENEW: Final = Script(f"""{_NOW}
 local s, t, u, l = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'u', 'l'))
 if s == '1' and t == ARGV[1] and not over(u, l) then
     {_THOUGH_FULL}
@@ -74,9 +84,9 @@ if s == '1' and t == ARGV[1] and not over(u, l) then
     return 1
 end
 return 0
-"""
+""")
 # With 1 as the last argument only for a request that was lost, and that nobody has taken since.
-_COMPLETE: Final = f"""{_NOW}
+COMPLETE: Final = Script(f"""{_NOW}
 local s, t, r, u, l = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'r', 'u', 'l'))
 if s == '1' and t == ARGV[1] and (ARGV[5] == '0' or over(u, l)) then
     {_THOUGH_FULL}
@@ -86,10 +96,10 @@ if s == '1' and t == ARGV[1] and (ARGV[5] == '0' or over(u, l)) then
     return 1
 end
 return (s == ARGV[2] and r == ARGV[3]) and 1 or 0
-"""
+""")
 # By its token, or by the call that claimed it, whose answer was lost. What a former owner may have done is still to be
 # told, and since when.
-_RELEASE: Final = f"""
+RELEASE: Final = Script(f"""
 local s, t, o, a = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'o', 'a'))
 if s == '1' and (t == ARGV[1] or o == ARGV[1]) then
     if a then
@@ -103,18 +113,18 @@ if s == '1' and (t == ARGV[1] or o == ARGV[1]) then
     end
 end
 return 0
-"""
+""")
 # As if its lease had ended.
-_LEAVE: Final = f"""
+LEAVE: Final = Script(f"""
 local s, t = unpack(redis.call('HMGET', KEYS[1], 's', 't'))
 if s == '1' and t == ARGV[1] then
     {_THOUGH_FULL}
     redis.call('HSET', KEYS[1], 'u', 0, 'a', 1)
 end
 return 0
-"""
+""")
 # What else has such a name is a copy, or none of ours.
-_LOST: Final = f"""{_NOW}
+LOST: Final = Script(f"""{_NOW}
 if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then
     return false
 end
@@ -123,45 +133,31 @@ if s == '1' and over(u, l) then
     return {{tonumber(t), tonumber(b), n}}
 end
 return false
-"""
-_RELEASE_LOST: Final = f"""{_NOW}
+""")
+RELEASE_LOST: Final = Script(f"""{_NOW}
 local s, t, u, l = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'u', 'l'))
 if s == '1' and t == ARGV[1] and over(u, l) then
     return redis.call('DEL', KEYS[1])
 end
 return 0
-"""
-_READ: Final = "return redis.call('HMGET', KEYS[1], 's', 'f', 'c', 'r')"
+""")
+READ: Final = Script("return redis.call('HMGET', KEYS[1], 's', 'f', 'c', 'r')")
 # A copy of what Postgres has committed, or somebody's word that it is being asked (H33).
-_LOOK: Final = """
+LOOK: Final = Script("""
 local found = redis.call('GET', KEYS[1])
 if not found then
     redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 end
 return found
-"""
-_UNMARK: Final = """
+""")
+UNMARK: Final = Script("""
 if redis.call('GET', KEYS[1]) == ARGV[1] then
     redis.call('DEL', KEYS[1])
 end
 return 0
-"""
-_KEEP: Final = "return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])"
-_FORGET: Final = "return redis.call('DEL', KEYS[1])"
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    text: str
-
-    @property
-    def digest(self) -> str:
-        return sha1(self.text.encode(), usedforsecurity=False).hexdigest()
-
-
-CLAIM, RENEW, COMPLETE, RELEASE = Script(_CLAIM), Script(_RENEW), Script(_COMPLETE), Script(_RELEASE)
-LEAVE, READ, LOST, RELEASE_LOST = Script(_LEAVE), Script(_READ), Script(_LOST), Script(_RELEASE_LOST)
-LOOK, UNMARK, KEEP, FORGET = Script(_LOOK), Script(_UNMARK), Script(_KEEP), Script(_FORGET)
+""")
+KEEP: Final = Script("return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])")
+FORGET: Final = Script("return redis.call('DEL', KEYS[1])")
 
 
 class NotReplicated(StoreUnavailable):
