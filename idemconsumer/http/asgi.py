@@ -77,7 +77,7 @@ class IdempotencyMiddleware:
         if isinstance(admitted, Problem):
             await respond(send, self.idempotency.refused(policy, admitted))
             return
-        body = await read_body(request, receive, policy.max_body)
+        body = await read_body(request, receive, policy.route.max_body)
         if isinstance(body, Problem):
             await respond(send, self.idempotency.refused(policy, body))
             return

@@ -219,13 +219,13 @@ class _Run:
         if starts:  # they may be read only once
             message = {**message, "headers": list(message.get("headers", ()))}
         self.held.append(message)
-        policy = self._exchange.policy
+        route = self._exchange.policy.route
         if starts:
-            if policy.stream or streams(content_type(_decoded(message))):
+            if route.stream or streams(content_type(_decoded(message))):
                 await self._hold(whole=False)
         elif message["type"] == "http.response.body":
             self._size += len(message.get("body", b""))
-            if self._size > policy.max_response:
+            if self._size > route.max_response:
                 await self._hold(whole=False)
             elif not message.get("more_body", False):
                 await self._hold(whole=True)

@@ -200,7 +200,7 @@ class Idempotency:
         key = parse_key(request.values(HEADER))
         if isinstance(key, BadKey):
             return problems.KEY_REPEATED if key is BadKey.REPEATED else problems.KEY_MALFORMED
-        if key is None and policy.required:
+        if key is None and policy.route.required:
             return problems.KEY_MISSING
         if COVERED in request.environment and not passes(key, policy):
             # It would wait for itself, and the refusal be its answer for good.

@@ -128,7 +128,7 @@ class Leased:
 
     async def _reconciled(self, held: Held, policy: Policy, lost: asyncio.Future[None]) -> Answer | None:
         """The answer to a request whose former owner was lost, if its route can tell (H35). None: it is to run."""
-        if not held.again or policy.reconcile is None:
+        if not held.again or policy.route.reconcile is None:
             return None
         try:
             known = await ask(held, policy)

@@ -51,7 +51,7 @@ class LostRequests:
 async def ask(held: Held, policy: Policy) -> Response | NotDone | Unknown:
     """Ask the route's `reconcile` what became of a request that a former owner may have done. Raises nothing: what
     gives no answer does not know."""
-    assert policy.reconcile is not None
+    assert policy.route.reconcile is not None
     assert held.since is not None
     claim = held.claim
     lost = LostRequest(claim.key.hex(), *parts_of(claim.scope), held.since, held.token)
@@ -62,7 +62,7 @@ async def ask(held: Held, policy: Policy) -> Response | NotDone | Unknown:
 
     try:
         async with asyncio.timeout(seconds):
-            answer = await run_mortal(without_exit(policy.reconcile(lost)), _GRACE, left)
+            answer = await run_mortal(without_exit(policy.route.reconcile(lost)), _GRACE, left)
     except BaseException as error:  # of the application: nothing is known
         if being_cancelled() or ends_this_task(error):
             raise

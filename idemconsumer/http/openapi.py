@@ -46,7 +46,7 @@ def _describe(operation: MutableMapping[str, Any], policy: Policy) -> None:
         {
             "name": _HEADER,
             "in": "header",
-            "required": policy.required,
+            "required": policy.route.required,
             "description": "New for each operation and the same for each repetition, such as a UUID. Bare or quoted.",
             "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY},
         }
@@ -64,12 +64,12 @@ def _describe(operation: MutableMapping[str, Any], policy: Policy) -> None:
             response.setdefault("headers", {})["Retry-After"] = {"schema": {"type": "integer"}}
     operation["x-idempotency"] = {
         "mode": "joined" if policy.tx else "leased",
-        "required": policy.required,
+        "required": policy.route.required,
         "fingerprint": _compared(policy),
         "expires": policy.expires,
         "wait": policy.wait,
-        "maxBody": policy.max_body,
-        "maxResponse": policy.max_response,
+        "maxBody": policy.route.max_body,
+        "maxResponse": policy.route.max_response,
     }
 
 

@@ -96,24 +96,19 @@ class RouteOptions(TypedDict, total=False):
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A Route as it is obeyed: times in seconds. `name` is that of its scope. `named`: it was written down in
-    `routes=`."""
+    `routes=`. What can be obeyed as it was given is in `route` alone."""
 
     name: str
+    route: Route
     named: bool
     tx: bool
-    required: bool
     take: Take | None
     kept: Judge
     wait: float
     timeout: float | None
     expires: float | None
     retain: float
-    max_body: int
-    max_response: int
-    stream: bool
     again: bool  # whether a request whose owner was lost may be taken over
-    reconcile: Reconcile | None
-    route: Route
 
 
 def compile_route(name: str, route: Route, *, named: bool = False) -> Policy:
@@ -151,21 +146,16 @@ def compile_route(name: str, route: Route, *, named: bool = False) -> Policy:
         raise refuse(f"`store` is {given!r}; write a plain function of a Response that says whether it is kept")
     return Policy(
         name=name,
+        route=route,
         named=named,
         tx=route.tx,
-        required=route.required,
         take=compile_fingerprint(name, route.fingerprint),
         kept=_kept_by_default if route.store is None else route.store,
         wait=seconds("wait", route.wait),
         timeout=_TX_SECONDS if timeout is None and route.tx else timeout,
         expires=expires,
         retain=retain,
-        max_body=route.max_body,
-        max_response=route.max_response,
-        stream=route.stream,
         again=route.on_stale == "run" or route.reconcile is not None,
-        reconcile=route.reconcile,
-        route=route,
     )
 
 

@@ -64,7 +64,7 @@ class IdempotencyMiddleware:
                 return self.app(environ, start_response)
         if isinstance(admitted, Problem):
             return respond(start_response, self.idempotency.refused(policy, admitted))
-        body = _read(environ, policy.max_body)
+        body = _read(environ, policy.route.max_body)
         if isinstance(body, Problem):
             return respond(start_response, self.idempotency.refused(policy, body))
         if body is None:

@@ -149,7 +149,7 @@ class _Call:
             raise
 
     def _begins(self) -> bool:
-        its = self._policy
+        its = self._policy.route
         return self._size > its.max_response or (
             bool(self._status) and (its.stream or streams(content_type(self._headers)))
         )
