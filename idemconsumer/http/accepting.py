@@ -15,13 +15,13 @@ from idemconsumer.app.sending import check_via
 from idemconsumer.errors import BadMessage, CommitUnknown, ConfigurationError, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.http import problems
-from idemconsumer.http.idempotency import HEADER, Tenant, caller
+from idemconsumer.http.idempotency import Tenant, caller, key_in
 from idemconsumer.http.messages import Request, Response
 from idemconsumer.http.policy import MIB
-from idemconsumer.http.problems import MEDIA_TYPE, TYPE, Outages, Problem
+from idemconsumer.http.problems import MEDIA_TYPE, Outages, Problem
 from idemconsumer.http.wire import Receive, Scope, Send, read_body, request_of, respond
 from idemconsumer.rules.accepting import Progress
-from idemconsumer.rules.http import BadKey, bodiless, keepable, parse_key
+from idemconsumer.rules.http import bodiless, keepable
 
 CREATED_AT: Final = "idempotent-created-at"  # a header: when it was accepted, by the database's clock
 _AGAIN: Final = 1  # seconds until it is worth asking again
@@ -131,12 +131,10 @@ class AcceptLater:
         return await self._status(id, await caller(self._tenant, request))
 
     async def _accept(self, request: Request, body: bytes, tenant: str | Problem) -> Response:
-        key = parse_key(request.values(HEADER))
-        if key is None:
+        if (key := key_in(request)) is None:
             return problems.KEY_MISSING.response
-        if isinstance(key, BadKey):
-            problem = problems.KEY_REPEATED if key is BadKey.REPEATED else problems.KEY_MALFORMED
-            return problem.response
+        if isinstance(key, Problem):
+            return key.response
         if isinstance(tenant, Problem):
             return tenant.response
         try:
@@ -201,14 +199,14 @@ def _done(accepted: Accepted) -> Response:
 
 
 def _failed(accepted: Accepted) -> Response:
-    problem = problems.REJECTED if accepted.progress is Progress.FAILED else problems.PUT_ASIDE
-    status = accepted.status or problem.status
-    said: dict[str, Any] = {"type": TYPE + problem.name, "title": problem.title, "status": status}
-    said |= {"detail": problem.detail, "code": accepted.reason}
-    if problem is problems.REJECTED and accepted.body is not None:
-        said["body"] = msgspec.json.decode(accepted.body).get("body")
+    rejected = accepted.progress is Progress.FAILED
+    problem = problems.REJECTED if rejected else problems.PUT_ASIDE
+    problem = replace(problem, status=accepted.status or problem.status)
+    fields = problem.fields | {"code": accepted.reason}
+    if rejected and accepted.body is not None:
+        fields["body"] = msgspec.json.decode(accepted.body).get("body")
     headers = [("content-type", MEDIA_TYPE), ("cache-control", "no-store"), *accepted.headers]
-    return _whole(status, headers, msgspec.json.encode(said))
+    return _whole(problem.status, headers, msgspec.json.encode(fields))
 
 
 def _refused(error: BadMessage) -> Problem:

@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # an optional library
 T = TypeVar("T", bound=Callable[..., Any])
 Tenant = Callable[[Request], "str | Awaitable[str | None] | None"]
 
-HEADER: Final = "idempotency-key"
 DEFAULT_METHODS: Final = ("POST", "PATCH")
 
 
@@ -197,9 +196,9 @@ class Idempotency:
     def key_of(self, request: Request, policy: Policy) -> str | Problem | None:
         """Return the key of a request, if it has one. Raises ConfigurationError if the request already runs under its
         key."""
-        key = parse_key(request.values(HEADER))
-        if isinstance(key, BadKey):
-            return problems.KEY_REPEATED if key is BadKey.REPEATED else problems.KEY_MALFORMED
+        key = key_in(request)
+        if isinstance(key, Problem):
+            return key
         if key is None and policy.route.required:
             return problems.KEY_MISSING
         if COVERED in request.environment and not passes(key, policy):
@@ -276,6 +275,14 @@ class Idempotency:
         request that still runs under a key gets some seconds to finish. After that it keeps its key, and everything is
         closed."""
         await asyncio.shield(self._opened.close())
+
+
+def key_in(request: Request) -> str | Problem | None:
+    """The key that a request names, or what is wrong with it."""
+    key = parse_key(request.values("idempotency-key"))
+    if isinstance(key, BadKey):
+        return problems.KEY_REPEATED if key is BadKey.REPEATED else problems.KEY_MALFORMED
+    return key
 
 
 def passes(key: str | None, policy: Policy) -> bool:

@@ -5,7 +5,7 @@ store that cannot be used, once (H58).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -30,13 +30,13 @@ class Problem:
     again: int | None = None
 
     @property
-    def body(self) -> bytes:
-        fields = {"type": TYPE + self.name, "title": self.title, "status": self.status, "detail": self.detail}
-        return msgspec.json.encode(fields)
+    def fields(self) -> dict[str, Any]:
+        """Of its body."""
+        return {"type": TYPE + self.name, "title": self.title, "status": self.status, "detail": self.detail}
 
     @property
     def response(self) -> Response:
-        body = self.body
+        body = msgspec.json.encode(self.fields)
         headers = [("content-type", MEDIA_TYPE), ("content-length", str(len(body))), ("cache-control", "no-store")]
         if self.name.startswith("key-"):
             headers.append(("link", f'<{DESCRIBED}>; rel="describedby"'))
