@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.requests import Held, LostRequest, RequestStore, Running
+from idemconsumer.ports.requests import Held, RequestStore, Running
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Record, State
 from idemconsumer.stores.redis.copies import Copies, Look
@@ -33,6 +33,9 @@ class HybridRequests:
         self.copies = copies
         self._requests = requests
         self._mine: dict[bytes, _Mine] = {}
+        # In these Redis has no part.
+        self.peek, self.lost = requests.peek, requests.lost
+        self.settle_lost, self.release_lost = requests.settle_lost, requests.release_lost
 
     async def claim(self, claim: Claim, lost: Callable[[], None], *, again: bool = True) -> Held | Running | Record:
         look = await self.copies.look(claim)
@@ -68,18 +71,6 @@ class HybridRequests:
         await self._requests.release(held, ran=ran)
         if (mine := self._mine.pop(held.claim.key, None)) is not None:
             await self.copies.lift(held.claim, mine.look)
-
-    async def peek(self, key: bytes) -> Record | None:
-        return await self._requests.peek(key)
-
-    async def lost(self) -> list[LostRequest]:
-        return await self._requests.lost()
-
-    async def settle_lost(self, lost: LostRequest, result: StoredResult, *, by: str, failed: bool = False) -> bool:
-        return await self._requests.settle_lost(lost, result, by=by, failed=failed)
-
-    async def release_lost(self, lost: LostRequest, *, by: str) -> bool:
-        return await self._requests.release_lost(lost, by=by)
 
     async def close(self) -> None:
         await self._requests.close()
