@@ -35,7 +35,7 @@ from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.results import kept_row
 from idemconsumer.stores.sharing import short
 from idemconsumer.stores.unfinished import Unfinished
-from idemconsumer.user_code.cancellation import ends_this_task
+from idemconsumer.user_code.cancellation import ends_this_task, retrieve
 
 LEASE: Final = 30.0  # seconds
 _ATTEMPTS: Final = 3  # at a claim whose COMMIT is unknown, or that met a lock
@@ -80,8 +80,7 @@ class PostgresRequests:
         """`pool` stays its owner's."""
         self._pool = pool
         self._lease = lease
-        self._starting: asyncio.Task[None] | None = None
-        self._started = False
+        self._starting: asyncio.Task[None] | None = None  # or started
         self._failed_at = -_PAUSE
         self._losses = 0
         self._held: dict[bytes, _Mine] = {}
@@ -102,7 +101,7 @@ class PostgresRequests:
         await self._unfinished.close()
         if self._starting is not None:
             await asyncio.wait({self._starting})
-        if self._started:
+        if self._starting is not None:
             await self._lease.stop()
 
     # ---------------------------------------------------------------------------------------------------------- claims
@@ -193,25 +192,22 @@ class PostgresRequests:
         return Held(claim, token, again=before, since=since if before else None)
 
     async def _leased(self) -> None:
-        if self._started:
-            return
         if self._starting is None:
             if time.monotonic() < self._failed_at + _PAUSE:
                 raise StoreUnavailable("no lease: the database could not be reached just now")
             self._starting = asyncio.create_task(self._start())
-            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._starting.add_done_callback(retrieve)
         # Who waits for it no longer leaves it to the next: of two that register at once, one would not be renewed.
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
         try:
             await self._lease.start(self._lose)
-            self._started = True
-        except StoreUnavailable:
-            self._failed_at = time.monotonic()
-            raise
-        finally:
+        except BaseException as error:
             self._starting = None
+            if isinstance(error, StoreUnavailable):
+                self._failed_at = time.monotonic()
+            raise
 
     def _lose(self) -> None:
         self._losses += 1
