@@ -19,14 +19,14 @@ from idemconsumer.app.inline import InlineRunner
 from idemconsumer.app.sending import check_via, to_send
 from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, NotReadNow, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
-from idemconsumer.handlers.handler import NO_HEADERS, BoundHandler, Call, given_key
+from idemconsumer.handlers.handler import NO_HEADERS, BoundHandler, given_key
 from idemconsumer.message import codecs
 from idemconsumer.ports.handler import Tx
 from idemconsumer.rules.accepting import Progress, progress
 from idemconsumer.rules.values import Record, State
 from idemconsumer.rules.verdicts import Verdict, contention_pause, judge
 from idemconsumer.settings import Settings
-from idemconsumer.stores.accepting import Acceptance, Sent, Standing, accept_in
+from idemconsumer.stores.accepting import Acceptance, Standing, accept_in
 from idemconsumer.stores.grants import Kind
 from idemconsumer.stores.tx import connection_of
 from idemconsumer.user_code.resources import Resources
@@ -121,7 +121,9 @@ class Accepting(ABC):
                 call, out = await to_send(bound, via, payload, key=given_key(key), tenant=tenant, headers=sent)
             except NotReadNow as not_now:
                 raise StoreUnavailable(f"nothing is stored: {not_now.detail}") from not_now.error
-        acceptance = _acceptance(bound, call, out)
+        max_age = bound.options.max_age
+        asked = max_age is not None and bound.reconciles
+        acceptance = Acceptance(call.claim, call.arrived, bound.identity, out, max_age, asked)
         if tx is not None:
             connection, schema = connection_of(tx), settings.schema
             storing = partial(accept_in, connection, schema, await inline.scope_id(acceptance.claim), acceptance)
@@ -160,13 +162,6 @@ class Accepting(ABC):
                 f"app {self.name!r}: {handler.name!r} is not a handler of this app; call the app that has it, or "
                 "include it"
             )
-
-
-def _acceptance(bound: BoundHandler, call: Call, sent: Sent | None) -> Acceptance:
-    max_age = bound.options.max_age
-    return Acceptance(
-        call.claim, call.arrived, bound.identity, sent, max_age, asked=max_age is not None and bound.reconciles
-    )
 
 
 async def _until_known(accept: Callable[[], Awaitable[Record | None]], patience: float) -> Record | None:
