@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from idemconsumer import forks
 from idemconsumer.http.current import slot_of_task
-from idemconsumer.http.frameworks import COVERED, Covered, covered, routed
+from idemconsumer.http.frameworks import COVERED, covered, routed
 from idemconsumer.http.messages import Headers, Response
 from idemconsumer.http.modes import Answer, CutOff, Open
 from idemconsumer.http.policy import Policy
@@ -53,8 +53,8 @@ class Exchange:
     async def _response(self) -> Response:
         await self._discard()
         run = self._run = _Run(self)
-        view = covered(self._app)
-        scope = _inner(self._scope, view)
+        missed = covered(self._app)
+        scope = _inner(self._scope, missed)
         run.task = asyncio.create_task(run.call(self._app, scope))
         try:
             await until_done(run.task, run.response)
@@ -65,7 +65,7 @@ class Exchange:
             # Middleware around this one looks there for the route.
             known = {*self._scope, COVERED}
             self._scope.update({name: given for name, given in scope.items() if name not in known})
-            found = (routed(scope) and not view.missed) or slot_of_task().asked
+            found = (routed(scope) and not missed) or slot_of_task().asked
             return replace(run.response.result(), routed=found)
         self._run = None
         run.task.result()
@@ -250,11 +250,11 @@ async def _nowhere(message: Message) -> None:
     return
 
 
-def _inner(scope: Scope, view: Covered) -> Scope:
+def _inner(scope: Scope, missed: set[str]) -> Scope:
     """As `scope`, but with only those ways to send that are held back here, of which a file by its path is none, and
     asking for no encoding (H5)."""
     extensions = scope.get("extensions") or {}
     kept = {name: given for name, given in extensions.items() if not name.startswith("http.response.")}
     headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"accept-encoding"]
     headers.append((b"accept-encoding", b"identity"))
-    return {**scope, "headers": headers, "extensions": kept, COVERED: view}
+    return {**scope, "headers": headers, "extensions": kept, COVERED: missed}

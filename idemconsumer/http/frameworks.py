@@ -19,7 +19,7 @@ from idemconsumer.rules.routes import SAFE, Pattern, alike, pattern, types
 
 DOOR: Final = "__idempotent_door__"
 COVERED: Final = "idemconsumer.covered"
-"""What a request that runs under a key already has in its environment: its `Covered`."""
+"""What a request that runs under a key already has in its environment, as `covered` has made it."""
 
 _CONVERTER: Final = re.compile(r"<(?:(\w+)(?:\(.*?\))?:)?(\w+)>", re.ASCII)  # in Flask
 
@@ -157,19 +157,17 @@ class FlaskRoutes:
                 found.append(Marked(f"{method} {path}", its, tx=False, rule=rule))
         return static_first(found)
 
-    def rule(self, environ: Mapping[str, Any]) -> Any:
-        """Which one its router takes, whose converters may refuse a value. None, if it is none."""
+    def found(self, environ: Mapping[str, Any], path: str) -> tuple[Any, tuple[str, ...]]:
+        """The rule that its router takes, whose converters may refuse a value; None, if it is none. And the path, as it
+        came and as the rule has it: Flask may take no notice of slashes that are first or last."""
         if self._flask is None:
-            return None
+            return None, (path,)
         try:
             request = self._flask.request_class(environ)
-            return self._flask.create_url_adapter(request).match(return_rule=True)[0]
+            rule = self._flask.create_url_adapter(request).match(return_rule=True)[0]
         except Exception:  # noqa: BLE001 - the app will meet it too, and says it
-            return None
-
-    def spellings(self, path: str, rule: Any) -> tuple[str, ...]:
-        """Of a path, as it came and as its rule has it: Flask may take no notice of slashes that are first or last."""
-        return (path,) if rule is None else (path, *alike(_CONVERTER.sub(_placeholder, rule.rule)))
+            return None, (path,)
+        return rule, (path, *alike(_CONVERTER.sub(_placeholder, rule.rule)))
 
 
 def _is_flask(app: object) -> bool:
@@ -181,25 +179,17 @@ def _placeholder(found: re.Match[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- Django and Flask
-class Covered:
-    """One run. `missed`: a router says that it has found no endpoint."""
-
-    __slots__ = ("missed",)
-
-    def __init__(self) -> None:
-        self.missed = False
-
-
-def covered(app: object) -> Covered:
-    """For one run of an app, in which a Django app or a Flask app may be, whose routers leave no trace outside."""
+def covered(app: object) -> set[str]:
+    """For one run of an app, in which a Django app or a Flask app may be, whose routers leave no trace outside. Into it
+    goes the name of what was asked, when a router says that it has found no endpoint."""
     for each in inwards(app):
         name = "resolve_request" if hasattr(each, "resolve_request") else "raise_routing_exception"
         if hasattr(each, name) and name not in vars(each):
-            setattr(each, name, _noting(getattr(each, name)))
-    return Covered()
+            setattr(each, name, _noting(name, getattr(each, name)))
+    return set()
 
 
-def _noting(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _noting(name: str, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """What Django and Flask call with their request, and which raises where there is no view. What answers before that,
     as middleware of theirs may, is no router, and may have had an effect."""
 
@@ -208,8 +198,8 @@ def _noting(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return call(request)
         except Exception:
             given = getattr(request, "environ", None) or getattr(request, "scope", {})
-            if (run := given.get(COVERED)) is not None:
-                run.missed = True
+            if (missed := given.get(COVERED)) is not None:
+                missed.add(name)
             raise
 
     return noted

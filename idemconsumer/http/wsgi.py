@@ -94,8 +94,7 @@ class IdempotencyMiddleware:
         if self._table is None or self._flask is None:
             self._flask = FlaskRoutes(self.app)
             self._table = self.idempotency.table(self._flask.marked())
-        rule = self._flask.rule(environ)
-        spellings = self._flask.spellings(request.path, rule)
+        rule, spellings = self._flask.found(environ, request.path)
         return self._table.find(request.method, *spellings, rule=rule)
 
 

@@ -91,8 +91,8 @@ class ThreadExchange:
 
     def _obey(self, order: _Order, slot: Slot) -> None:
         self._discard()
-        view = covered(self._app)
-        environ = {**self._environ, "HTTP_ACCEPT_ENCODING": "identity", COVERED: view}  # H5
+        missed = covered(self._app)
+        environ = {**self._environ, "HTTP_ACCEPT_ENCODING": "identity", COVERED: missed}  # H5
         # Of a body that was read: its length is known, and it ends.
         environ |= {"CONTENT_LENGTH": str(len(self._body)), "wsgi.input_terminated": True}
         environ["wsgi.input"] = BytesIO(self._body)
@@ -106,7 +106,7 @@ class ThreadExchange:
             order.set_result(CutOff(f"the application was ended with its thread, by {type(error).__name__}"))
             raise
         else:
-            order.set_result(replace(response, routed=not view.missed or slot.asked))
+            order.set_result(replace(response, routed=not missed or slot.asked))
 
     def _discard(self) -> None:
         """End the last run, of which nothing is sent."""
