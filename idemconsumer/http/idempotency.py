@@ -52,15 +52,12 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A route without a policy of its own has the default's."""
+    """A route without a policy of its own has the default's. `rule`: what the app's router says of a request for it, if
+    that can be asked; never of one that was written down."""
 
     pattern: Pattern
     policy: Policy | None
     rule: object = None
-
-    @property
-    def named(self) -> bool:
-        return self.policy is not None and self.policy.named
 
 
 class Table:
@@ -81,7 +78,7 @@ class Table:
         """None: this request is none of ours. `spellings` of its path. `rule`: what the app's router says, if it was
         asked."""
         for each in self._routes.get(method, ()):
-            asked = rule is not None and not each.named
+            asked = rule is not None and each.rule is not None
             if each.rule is rule if asked else each.pattern.matches(method, *spellings):
                 return each.policy or self._default.get(method)
         return self._default.get(method)
@@ -89,8 +86,9 @@ class Table:
     def find_described(self, method: str, path: str) -> Policy | None:
         """By a path as OpenAPI has it."""
         for each in self._routes.get(method, ()):
-            if each.pattern.untyped == path or (each.named and each.pattern.matches(method, path)):
-                return each.policy or self._default.get(method)
+            policy = each.policy or self._default.get(method)
+            if each.pattern.untyped == path or (policy and policy.named and each.pattern.matches(method, path)):
+                return policy
         return self._default.get(method)
 
 
@@ -130,13 +128,16 @@ class Idempotency:
         self._tenant = tenant
         self._default = default
         self._routes = [
-            (_pattern(text), compile_route(text, route, named=True)) for text, route in (routes or {}).items()
+            Entry(_pattern(text), compile_route(text, route, named=True)) for text, route in (routes or {}).items()
         ]
+        self._defaults = {
+            method: compile_route(f"{method} {UNNAMED}", default) for method in DEFAULT_METHODS if default is not None
+        }
         self._at = (observer or NullObserver()).at
         self._opened = Opened(app, store, redis, self._at)
         self._door = Door(self._opened)
         self._watch = Watch(app, metrics)
-        for policy in [policy for _, policy in self._routes] + list(self._defaults().values()):
+        for policy in Table(self._routes, self._defaults).policies:
             self._opened.expect(policy)
 
     def route(self, **options: Unpack[RouteOptions]) -> Callable[[T], T]:
@@ -161,8 +162,7 @@ class Idempotency:
 
     def table(self, marked: Sequence[Marked] = ()) -> Table:
         """Return the policies, including the routes that an app has marked. Raises ConfigurationError."""
-        routes = [Entry(each, policy) for each, policy in self._routes]
-        known = {each.name for each, _ in self._routes}
+        routes, known = list(self._routes), {each.pattern.name for each in self._routes}
         for each in marked:
             if each.name in known:
                 continue
@@ -174,14 +174,9 @@ class Idempotency:
                 policy = compile_route(each.name, replace(route, tx=True) if each.tx else route)
                 self._opened.expect(policy)
                 routes.append(Entry(_pattern(each), policy, each.rule))
-        table = Table(routes, self._defaults())
+        table = Table(routes, self._defaults)
         self._watch.expect(table.policies)
         return table
-
-    def _defaults(self) -> dict[str, Policy]:
-        if self._default is None:
-            return {}
-        return {method: compile_route(f"{method} {UNNAMED}", self._default) for method in DEFAULT_METHODS}
 
     async def admit(self, request: Request, policy: Policy) -> Admitted | Problem | None:
         """Decide whether the request may run. None: it passes unchanged. Raises what `tenant` raises."""
