@@ -18,6 +18,7 @@ from idemconsumer.user_code.cancellation import ends_this_task, uninterrupted
 
 _MOST: Final = 50  # exchanges at a time; the client refuses what is above its own limit instead of waiting
 _PIECE: Final = 1_000  # keys
+_PATIENCE: Final = 1_000  # milliseconds for the confirmations of replicas
 _PREFIX: Final = b"idemconsumer:"
 
 
@@ -167,10 +168,9 @@ class NotReplicated(StoreUnavailable):
 class Scripts:
     """Runs them. With `replicas` a write counts once that many have it."""
 
-    def __init__(self, redises: Redises, *, replicas: int = 0, patience: float = 1.0) -> None:
+    def __init__(self, redises: Redises, *, replicas: int = 0) -> None:
         self._client = redises.client
         self._replicas = replicas
-        self._milliseconds = max(1, int(patience * 1000))
         self._turns = asyncio.Semaphore(_MOST)
 
     async def run(self, script: Script, key: bytes, *args: object, writes: bool = False) -> Any:
@@ -198,7 +198,7 @@ class Scripts:
         # On one connection: WAIT is for what was written there.
         async with self._client.pipeline(transaction=False) as pipeline:
             pipeline.execute_command(*command)
-            pipeline.execute_command("WAIT", self._replicas, self._milliseconds)
+            pipeline.execute_command("WAIT", self._replicas, _PATIENCE)
             answer, confirmed = await pipeline.execute(raise_on_error=False)
         if isinstance(answer, Exception):
             raise answer
