@@ -18,11 +18,12 @@ from typing import Any, Final, NamedTuple
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
-from idemconsumer.ports.store import JoinedStore, LoggedDeliveries
+from idemconsumer.ports.store import LoggedDeliveries
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.deliveries import became
 from idemconsumer.rules.values import Outcome
 from idemconsumer.rules.verdicts import Settlement, settle
+from idemconsumer.stores.joined import PostgresStore
 
 _PAUSE: Final = 0.25  # seconds between two writes
 _TOGETHER: Final = 512  # deliveries of a row; half a page of keys
@@ -45,7 +46,7 @@ class _Waiting(NamedTuple):
 class DeliveryLog:
     """Of one engine. Without `delivery_log` it costs nothing."""
 
-    def __init__(self, store: JoinedStore) -> None:
+    def __init__(self, store: PostgresStore) -> None:
         self._store = store
         self._worker = f"{socket.gethostname()} {os.getpid()}"
         self._waiting: dict[BoundHandler, list[_Waiting]] = {}

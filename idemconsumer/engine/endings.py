@@ -22,7 +22,7 @@ from idemconsumer.logs import log
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
-from idemconsumer.ports.store import Claim, JoinedStore, NextAttempt
+from idemconsumer.ports.store import Claim, NextAttempt
 from idemconsumer.redaction import traceback_text
 from idemconsumer.rules import failing as rules
 from idemconsumer.rules.backoff import MAX_UNSETTLED
@@ -35,6 +35,7 @@ from idemconsumer.rules.verdicts import (
     contention_pause,
     refused,
 )
+from idemconsumer.stores.joined import PostgresStore
 
 DOUBT: Final = 0.5  # seconds in which others may show that they cannot be read either
 
@@ -59,7 +60,7 @@ class Endings:
 
     def __init__(
         self,
-        store: JoinedStore,
+        store: PostgresStore,
         at: Callable[[Point, str, Sequence[bytes]], None],
         chance: Callable[[], float],
         failing: Failing,

@@ -26,11 +26,11 @@ from idemconsumer.errors import Contention, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.observe.counts import Counts
 from idemconsumer.ports.observer import NullObserver, Observer
-from idemconsumer.ports.store import JoinedStore
 from idemconsumer.ports.tracing import NO_TRACING, Tracing
 from idemconsumer.rules.failing import Health
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record
 from idemconsumer.rules.verdicts import Settlement, Verdict, settle
+from idemconsumer.stores.joined import PostgresStore
 
 
 class Engine:
@@ -38,7 +38,7 @@ class Engine:
 
     def __init__(
         self,
-        store: JoinedStore,
+        store: PostgresStore,
         observer: Observer | None = None,
         *,
         lanes: int = 1,

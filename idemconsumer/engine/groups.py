@@ -17,9 +17,9 @@ from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import CommitUnknown, ConfigurationError, ConnectionLost, Contention, StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.ports.observer import Point
-from idemconsumer.ports.store import JoinedStore
 from idemconsumer.ports.tracing import Tracing
 from idemconsumer.rules.values import Outcome, OutcomeKind
+from idemconsumer.stores.joined import PostgresStore
 
 
 class Groups:
@@ -27,7 +27,7 @@ class Groups:
 
     def __init__(
         self,
-        store: JoinedStore,
+        store: PostgresStore,
         at: Callable[[Point, str, Sequence[bytes]], None],
         sizes: GroupSizes,
         endings: Endings,

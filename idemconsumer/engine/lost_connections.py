@@ -32,7 +32,7 @@ class _Losses:
 
 
 class LostConnections:
-    """By key, since the broker may deliver it anew. `server_started` and `cut_within`: see `ports.JoinedStore`."""
+    """By key, since the broker may deliver it anew. `server_started` and `cut_within`: see `Pool`."""
 
     def __init__(
         self,

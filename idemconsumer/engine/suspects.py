@@ -16,7 +16,7 @@ from itertools import takewhile
 from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.observer import Point
-from idemconsumer.ports.store import JoinedStore
+from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.user_code.cancellation import uninterrupted
 
 _MAX_CUT_OFF = 10_000
@@ -25,7 +25,7 @@ _MAX_CUT_OFF = 10_000
 class Suspects:
     """The marks and counts of one process. Raises StoreUnavailable, after which `cut_off` keeps what is known."""
 
-    def __init__(self, store: JoinedStore, at: Callable[[Point, str, Sequence[bytes]], None]) -> None:
+    def __init__(self, store: PostgresStore, at: Callable[[Point, str, Sequence[bytes]], None]) -> None:
         self._store = store
         self._at = at
         self._cut_off: dict[bytes, tuple[Suspicion, int]] = {}

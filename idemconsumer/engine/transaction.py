@@ -20,11 +20,12 @@ from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
-from idemconsumer.ports.store import Claims, JoinedStore
 from idemconsumer.ports.tracing import Tracing
 from idemconsumer.rules.habits import Habits
 from idemconsumer.rules.values import Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Verdict
+from idemconsumer.stores.claims import PostgresClaims
+from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.user_code.call import call_in_transaction, without_exit
 from idemconsumer.user_code.cancellation import isolated
 from idemconsumer.user_code.time_limit import TimeLimit
@@ -43,7 +44,7 @@ class Transactions:
 
     def __init__(
         self,
-        store: JoinedStore,
+        store: PostgresStore,
         at: Callable[[Point, str, Sequence[bytes]], None],
         sizes: GroupSizes,
         endings: Endings,
@@ -155,7 +156,7 @@ class Transactions:
         return None
 
     async def _handle_batch(
-        self, claims: Claims, group: Sequence[Work], new: Sequence[int], *, look: bool
+        self, claims: PostgresClaims, group: Sequence[Work], new: Sequence[int], *, look: bool
     ) -> dict[bytes, StoredResult]:
         """Run a batch handler once, for those of `group` that are new, and return their results."""
         new_work = [group[index] for index in new]
@@ -172,7 +173,7 @@ class Transactions:
         return {work.key: result for i, work in enumerate(new_work) if (result := items.stored(i)) is not None}
 
     async def _handle(
-        self, claims: Claims, index: int | None, work: Work, items: Items | None = None, *, look: bool
+        self, claims: PostgresClaims, index: int | None, work: Work, items: Items | None = None, *, look: bool
     ) -> StoredResult | None:
         """Run one handler, of `work` or of a whole batch, on the group's transaction.
 
@@ -205,7 +206,7 @@ class Transactions:
                 raise
             raise failed from error
 
-    def _started(self, claims: Claims, work: Work, items: Items | None) -> Awaitable[Any]:
+    def _started(self, claims: PostgresClaims, work: Work, items: Items | None) -> Awaitable[Any]:
         """The run of a handler. It alone holds its Tx: what still holds that afterwards is the handler's own (J19)."""
         handler = work.handler
         tx = claims.tx(self._habits_of(work)) if handler.needs_tx else None
@@ -218,7 +219,7 @@ class Transactions:
         return self._habits.setdefault(work.handler.name, Habits(work.handler.options.timeout))
 
 
-def _eagerly(group: Sequence[Work], new: Sequence[int], unforeseen: RunEagerly, claims: Claims) -> Exception:
+def _eagerly(group: Sequence[Work], new: Sequence[int], unforeseen: RunEagerly, claims: PostgresClaims) -> Exception:
     """What follows when a statement that was sent ahead has failed, or its answer is asked for too late (J27).
 
     It decides nothing: the run that waits for each answer does. A lost connection may be anybody's, and an item of a

@@ -19,9 +19,11 @@ from idemconsumer.logs import log
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.requests import Running
-from idemconsumer.ports.store import Claim, Claims, JoinedStore
+from idemconsumer.ports.store import Claim
 from idemconsumer.rules.recent import Recent
 from idemconsumer.rules.values import ENDED, Mark, Record, State
+from idemconsumer.stores.claims import PostgresClaims
+from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.sharing import short
 from idemconsumer.user_code.call import call_in_transaction
 from idemconsumer.user_code.time_limit import TimeLimit
@@ -51,7 +53,7 @@ class Joined:
 
     def __init__(
         self,
-        store: JoinedStore,
+        store: PostgresStore,
         at: Callable[[Point, str, Sequence[bytes]], None],
         copies: Copies | None = None,
     ) -> None:
@@ -142,7 +144,7 @@ class Joined:
         await self._copy(claim, State.COMPLETED, result, asked_at)
         return Answer(response, live=True)
 
-    async def _handled(self, claims: Claims, policy: Policy, run: Run) -> Response:
+    async def _handled(self, claims: PostgresClaims, policy: Policy, run: Run) -> Response:
         """A response whose transaction may be committed. Raises _Undone for any other one."""
         assert policy.timeout is not None
         limit = TimeLimit(policy.timeout)

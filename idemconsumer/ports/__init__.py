@@ -1,5 +1,5 @@
-"""The seams: what the engines need of a store, what the worker needs of a broker, and who may watch.
+"""The seams: what users are given, what the worker needs of a broker, and who may watch.
 
-Protocols and the values that they exchange. Each contract is in the docstrings; `idemconsumer.testing` holds a
-suite that every implementation must pass. Nothing here is implemented.
+Protocols, where there is more than one implementation or its user is a room beside it, and the values that are
+exchanged. Each contract is in the docstrings; `idemconsumer.testing` holds suites for brokers and request stores.
 """

@@ -1,19 +1,16 @@
-"""What the engine needs of a store: claims in the transaction of their effects."""
+"""What is claimed, put aside and logged, and the transaction in which a user's function runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Protocol
 
 import msgspec
 
-from idemconsumer.message.message import Message, StoredResult
+from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Tx
 from idemconsumer.rules.habits import Habits
-from idemconsumer.rules.values import Found, Record
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -142,190 +139,4 @@ class OpenTransaction(Protocol):
 
     def diagnose(self, error: Exception) -> Exception:
         """The real cause of an error that left a handler: StoreUnavailable, Contention, or the handler's own."""
-        ...
-
-
-class Claims(OpenTransaction, Protocol):
-    """One open transaction for one group: its effects, records and results are one commit (R4)."""
-
-    @property
-    def lasting(self) -> bool:
-        """Whether a handler has changed the transaction in a way that `restore` cannot undo (G6)."""
-        ...
-
-    async def begin(self) -> object:
-        """Open the transaction for what claims no key; `claim` does so by itself."""
-        ...
-
-    async def claim(self, claims: Sequence[Claim]) -> list[Found]:
-        """Claim all keys with one atomic insert, in order. Keys within one call must differ.
-
-        Never waits for a rival: a key whose claim is not committed is `Mark.BUSY`; `Mark.CLAIMED` is ours to run.
-        """
-        ...
-
-    async def complete(
-        self,
-        results: Sequence[tuple[bytes, StoredResult]],
-        forget: Sequence[bytes],
-        *,
-        failed: tuple[Claim, str] | None = None,
-        logged: LoggedDeliveries | None = None,
-    ) -> int:
-        """Store results, delete the attempt rows of `forget`, seal and COMMIT, as one act.
-
-        `failed` is a message that failed behind these, and its error: one attempt of it is counted in the same commit.
-        Returns how many it has now, else 0. `logged` goes into the delivery log, in this commit; if the log cannot be
-        written, all else is committed without it (O22).
-
-        Runs to its end even when the caller is cancelled, then re-raises the cancellation. Raises GuardViolated when
-        the transaction is not the one that was opened, Contention, CommitUnknown when the answer of COMMIT was lost,
-        or the database's own error (a deferred constraint); in all but CommitUnknown nothing was committed.
-        """
-        ...
-
-
-class Reading(Protocol):
-    """Deliveries on record as being read by us. Others know that we are alive until this is left (B17)."""
-
-    @property
-    def ours(self) -> Set[bytes]:
-        """Those that we read now."""
-        ...
-
-    @property
-    def begun(self) -> Set[bytes]:
-        """Those that somebody began to read who is gone. The others are being read by a rival."""
-        ...
-
-    @property
-    def attempts(self) -> int:
-        """Of what is read alone: how often it was begun, with this time. Not what a process takes over from itself."""
-        ...
-
-    async def end(self) -> None:
-        """Take ours off the record. After an error `JoinedStore.end_reading` does so."""
-        ...
-
-
-class JoinedStore(Protocol):
-    """Claims in the transaction of their effects. Every method raises StoreUnavailable when the database is down.
-
-    A method with a commit of its own may also raise CommitUnknown; call it again then.
-    """
-
-    @property
-    def most_locks(self) -> int:
-        """How many keys all lanes together may hold at once (G4)."""
-        ...
-
-    @property
-    def full(self) -> bool:
-        """Whether a transaction that is asked for here and now has to wait for a connection."""
-        ...
-
-    def transaction(self, *, group: int, gate: str | None = None) -> AbstractAsyncContextManager[Claims]:
-        """A transaction for `group` messages. Leaving without `complete` rolls back; a broken connection is dropped.
-
-        Those with the same `gate` take turns, across all processes: the first claim waits, before it claims, until no
-        other one is open. That wait is not a collision, however short the lock time-out of a group is.
-        """
-        ...
-
-    def cut_within(self, seconds: float) -> bool:
-        """Whether a connection on which nothing ran has been found ended so lately, for no crash of another session."""
-        ...
-
-    async def server_started(self) -> datetime:
-        """When the server was started, by its clock: another time is another server, or a restart."""
-        ...
-
-    async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
-        """What committed records say now. Claims nothing."""
-        ...
-
-    async def differs(self, claim: Claim) -> bool:
-        """Whether a rival holds this key, uncommitted, and has shown another fingerprint (`Claim.shown`). False where
-        that is not known."""
-        ...
-
-    async def mark_attempts(self, claims: Sequence[Claim]) -> set[bytes]:
-        """Put on record that these are about to run, in one commit and without counting an attempt.
-
-        Returns the keys that were not on record before, neither marked nor counted.
-        """
-        ...
-
-    async def unmark_attempts(self, keys: Sequence[bytes]) -> None:
-        """Take marks back. Attempts that were counted since stay."""
-        ...
-
-    async def count_attempt(self, claim: Claim, error: str | None) -> int:
-        """Add one attempt, in a commit of its own; returns how many there are now."""
-        ...
-
-    async def uncount_attempt(self, claim: Claim) -> None:
-        """Take back one attempt that was counted before a run which then was cancelled."""
-        ...
-
-    async def forget_attempts(self, keys: Sequence[bytes]) -> None:
-        """Take marks and counts back."""
-        ...
-
-    async def note_error(self, claim: Claim, error: str) -> int:
-        """Store the error of an attempt that was counted beforehand; returns how many attempts there are."""
-        ...
-
-    def reading(self, claims: Sequence[Claim], reader: int) -> AbstractAsyncContextManager[Reading]:
-        """Put on record that these are about to be decoded, without counting. `reader` is a number that nobody else
-        has; with the same one it can be done again after an error. What is not ended stays on record."""
-        ...
-
-    def reading_alone(self, claim: Claim, reader: int) -> AbstractAsyncContextManager[Reading]:
-        """As `reading`, for one whose reader is gone: it is counted."""
-        ...
-
-    async def end_reading(self, claims: Sequence[Claim], reader: int) -> None:
-        """Take these off the record, as far as they are still this reader's."""
-        ...
-
-    async def take_over(self, queue: str, message: Message) -> None:
-        """Put a message that its broker would soon drop into the queue in Postgres. Committed on return."""
-        ...
-
-    async def put_off(self, claim: Claim, later: NextAttempt) -> Record | int:
-        """Store the message with its record, PENDING, and count the attempt, all in one commit (D18).
-
-        Returns how many attempts have failed now; if none is left, nothing was stored. Or the record of a rival that
-        was faster. Raises Contention when a rival holds the key, and Fenced when `row` is another's by now.
-        """
-        ...
-
-    async def log_deliveries(self, rows: Sequence[LoggedDeliveries]) -> None:
-        """Write these into the delivery log, each in a commit of its own. A log that cannot be written raises nothing;
-        an outage does, and some may be written then (O23)."""
-        ...
-
-    async def close(self) -> None: ...
-
-    async def reject(self, claim: Claim, rejection: StoredResult) -> Record | None:
-        """Store FAILED and its rejection in a transaction of its own, after claiming anew.
-
-        Returns None when stored; the record of a rival that was faster. Raises Contention when a rival
-        holds the key.
-        """
-        ...
-
-    async def count_dead(self, key: bytes) -> tuple[int, str] | None:
-        """One more arrival of a message whose record is DEAD. Returns the id of its newest letter and its reason; None
-        if it has none any more."""
-        ...
-
-    async def bury(self, letter: DeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()) -> Record | int:
-        """Write the dead letter and, where a claim is given, the record DEAD, in one transaction; its attempts, and
-        those of `forget`, are deleted in it.
-
-        Returns the id of the letter that was written (or counted once more); or the final record of a rival that was
-        faster.
-        """
         ...

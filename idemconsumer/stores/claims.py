@@ -74,7 +74,7 @@ _GATE_TIMEOUT: Final = "30s"  # J22: long enough for the groups ahead, each of w
 
 @asynccontextmanager
 async def transaction(pool: Pool, *, group: int, gate: str | None = None) -> AsyncIterator[PostgresClaims]:
-    """See `ports.JoinedStore`."""
+    """See `PostgresStore.transaction`."""
     async with pool.connection() as connection:
         claims = PostgresClaims(pool, connection, group, gate)
         try:
@@ -85,7 +85,8 @@ async def transaction(pool: Pool, *, group: int, gate: str | None = None) -> Asy
 
 
 class PostgresClaims:
-    """See `ports.Claims`. Also what sagas and admin commands send, under the same guard."""
+    """One open transaction for one group: its effects, records and results are one commit (R4). What `OpenTransaction`
+    has is described there. Also what sagas and admin commands send, under the same guard."""
 
     def __init__(self, pool: Pool, connection: Session, group: int, gate: str | None) -> None:
         self._pool = pool
@@ -129,6 +130,10 @@ class PostgresClaims:
         return await self._pool.scope_ids(self._connection, claims)
 
     async def claim(self, claims: Sequence[Claim], *, state: State = State.COMPLETED) -> list[Found]:
+        """Claim all keys with one atomic insert, in order. Keys within one call must differ.
+
+        Never waits for a rival: a key whose claim is not committed is `Mark.BUSY`; `Mark.CLAIMED` is ours to run.
+        """
         keys = [claim.key for claim in claims]
         scopes = await self.scope_ids(claims)
         statement = self._queries["claim"] % {
@@ -224,7 +229,7 @@ class PostgresClaims:
             raise translate(self._connection, error, ours=True) from error
 
     async def count_attempt(self, claim: Claim, error: str) -> int:
-        """As `JoinedStore.count_attempt`, of a key that is claimed here."""
+        """As `PostgresStore.count_attempt`, of a key that is claimed here."""
         params = {"key": claim.key, "scope": claim.scope, "error": clean(error)}
         return int((await self.send("count_attempt", params))[0][0])
 
@@ -258,6 +263,7 @@ class PostgresClaims:
 
     @property
     def lasting(self) -> bool:
+        """Whether a handler has changed the transaction in a way that `restore` cannot undo (G6)."""
         return self._lending.lasting
 
     async def restore(self) -> None:
@@ -364,7 +370,17 @@ class PostgresClaims:
         more: Sequence[Statement] = (),
         last: Statement | None = None,
     ) -> int:
-        """See `ports.Claims`. `more` are sent with it, and so is `last`, which seals, and whose value is returned."""
+        """Store results, delete the attempt rows of `forget`, seal and COMMIT, as one act.
+
+        `failed` is a message that failed behind these, and its error: one attempt of it is counted in the same commit.
+        Returns how many it has now, else 0. `logged` goes into the delivery log, in this commit; if the log cannot be
+        written, all else is committed without it (O22). `more` are sent with it, and so is `last`, which seals, and
+        whose value is returned.
+
+        Runs to its end even when the caller is cancelled, then re-raises the cancellation. Raises GuardViolated when
+        the transaction is not the one that was opened, Contention, CommitUnknown when the answer of COMMIT was lost,
+        or the database's own error (a deferred constraint); in all but CommitUnknown nothing was committed.
+        """
         self.end()
         await self.restore()
         # J4: a connection that is given back busy would commit later.

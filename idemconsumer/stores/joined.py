@@ -1,9 +1,9 @@
-"""JoinedStore on Postgres 14 and newer: claims in the transaction of their effects, and the small commits beside."""
+"""Claims in the transaction of their effects, and the small commits beside, on Postgres 14 and newer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
 
 from idemconsumer.errors import Contention, Fenced
@@ -21,11 +21,15 @@ from idemconsumer.stores.hashing import settle_hashing
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.looks import Looks
 from idemconsumer.stores.pool import Pool
-from idemconsumer.stores.readings import PostgresReading, begin_reading, take_over_reading
+from idemconsumer.stores.readings import PostgresReading
 
 
 class PostgresStore:
-    """See `ports.JoinedStore`. `open` refuses a database that would lose what it acknowledges (R6)."""
+    """Claims in the transaction of their effects. Every method raises StoreUnavailable when the database is down.
+
+    A method with a commit of its own may also raise CommitUnknown; call it again then. `most_locks`: how many keys all
+    lanes together may hold at once (G4). `open` refuses a database that would lose what it acknowledges (R6).
+    """
 
     def __init__(self, pool: Pool, most_locks: int) -> None:
         self.pool = pool
@@ -77,75 +81,115 @@ class PostgresStore:
         await self.pool.close()
 
     def transaction(self, *, group: int, gate: str | None = None) -> AbstractAsyncContextManager[PostgresClaims]:
+        """A transaction for `group` messages. Leaving without `complete` rolls back; a broken connection is dropped.
+
+        Those with the same `gate` take turns, across all processes: the first claim waits, before it claims, until no
+        other one is open. That wait is not a collision, however short the lock time-out of a group is.
+        """
         return transaction(self.pool, group=group, gate=gate)
 
     @property
     def full(self) -> bool:
+        """Whether a transaction that is asked for here and now has to wait for a connection."""
         return self.pool.full
 
     def cut_within(self, seconds: float) -> bool:
+        """See `Pool`."""
         return self.pool.cut_within(seconds)
 
     async def server_started(self) -> datetime:
+        """See `Pool`."""
         return await self.pool.server_started()
 
     async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
+        """What committed records say now. Claims nothing."""
         return [await self._looks.record(keys[0])] if len(keys) == 1 else await self._looks.records(keys)
 
     async def differs(self, claim: Claim) -> bool:
+        """Whether a rival holds this key, uncommitted, and has shown another fingerprint (`Claim.shown`). False where
+        that is not known."""
         if not claim.fingerprint:
             return False
         return bool((await self.pool.alone("differs", {"key": claim.key, **shown(claim)}))[0][0])
 
     async def log_deliveries(self, rows: Sequence[LoggedDeliveries]) -> None:
+        """Write these into the delivery log, each in a commit of its own. A log that cannot be written raises nothing;
+        an outage does, and some may be written then (O23)."""
         for row in rows:
             ((problem,),) = await self.pool.alone("log_deliveries", columns_of(row))
             self.pool.unlogged.heard(problem)
 
     # --------------------------------------------------------------------------------------------------------- attempts
     async def mark_attempts(self, claims: Sequence[Claim]) -> set[bytes]:
+        """Put on record that these are about to run, in one commit and without counting an attempt.
+
+        Returns the keys that were not on record before, neither marked nor counted.
+        """
         async with self.pool.connection() as connection:
             scopes = await self.pool.scope_ids(connection, claims)
             params = {"keys": [claim.key for claim in claims], "scopes": scopes}
             return {row[0] for row in await self.pool.run(connection, "mark_attempts", params)}
 
     async def unmark_attempts(self, keys: Sequence[bytes]) -> None:
+        """Take marks back. Attempts that were counted since stay."""
         await self.pool.alone("unmark_attempts", {"keys": list(keys)})
 
     async def count_attempt(self, claim: Claim, error: str | None) -> int:
+        """Add one attempt, in a commit of its own; returns how many there are now."""
         async with self.pool.connection() as connection:
             await self.pool.scope_ids(connection, [claim])  # so that there is one
             params = {"key": claim.key, "scope": claim.scope, "error": None if error is None else clean(error)}
             return int((await self.pool.run(connection, "count_attempt", params))[0][0])
 
     async def uncount_attempt(self, claim: Claim) -> None:
+        """Take back one attempt that was counted before a run which then was cancelled."""
         await self.pool.alone("uncount_attempt", {"key": claim.key})
 
     async def forget_attempts(self, keys: Sequence[bytes]) -> None:
+        """Take marks and counts back."""
         await self.pool.alone("forget_attempts", {"keys": list(keys)})
 
     async def note_error(self, claim: Claim, error: str) -> int:
+        """Store the error of an attempt that was counted beforehand; returns how many attempts there are."""
         rows = await self.pool.alone("note_error", {"key": claim.key, "error": clean(error)})
         return int(rows[0][0]) if rows else await self.count_attempt(claim, error)
 
     # --------------------------------------------------------------------------------------------------------- readings
-    def reading(self, claims: Sequence[Claim], reader: int) -> AbstractAsyncContextManager[PostgresReading]:
-        return begin_reading(self.pool, claims, reader)
+    @asynccontextmanager
+    async def reading(self, claims: Sequence[Claim], reader: int) -> AsyncIterator[PostgresReading]:
+        """Put on record that these are about to be decoded, without counting. `reader` is a number that nobody else
+        has; with the same one it can be done again after an error. What is not ended stays on record."""
+        async with self.pool.connection() as connection:
+            reading = PostgresReading(self.pool, connection, reader)
+            await reading.begin(claims)
+            yield reading
 
-    def reading_alone(self, claim: Claim, reader: int) -> AbstractAsyncContextManager[PostgresReading]:
-        return take_over_reading(self.pool, claim, reader)
+    @asynccontextmanager
+    async def reading_alone(self, claim: Claim, reader: int) -> AsyncIterator[PostgresReading]:
+        """As `reading`, for one whose reader is gone: it is counted."""
+        async with self.pool.connection() as connection:
+            reading = PostgresReading(self.pool, connection, reader)
+            await reading.take_over(claim)
+            yield reading
 
     async def end_reading(self, claims: Sequence[Claim], reader: int) -> None:
+        """Take these off the record, as far as they are still this reader's."""
         params = {"keys": [claim.key for claim in claims], "reader": reader}
         await self.pool.alone("end_reading", params)
         self.pool.readers.discard(reader)
 
     # ---------------------------------------------------------------------------------------------- ends and hand-overs
     async def take_over(self, queue: str, message: Message) -> None:
+        """Put a message that its broker would soon drop into the queue in Postgres. Committed on return."""
         headers = encode_headers(with_origin(message).headers).decode()
         await self.pool.alone("enqueue", {"name": queue, "body": message.body, "key": None, "headers": headers})
 
     async def put_off(self, claim: Claim, later: NextAttempt) -> Record | int:
+        """Store the message with its record, PENDING, and count the attempt, all in one commit (D18).
+
+        Returns how many attempts have failed now; if none is left, nothing was stored. Or the record of a rival that
+        was faster. Raises Contention when a rival holds the key, and Fenced when `row` is another's by now.
+        """
         async with self.transaction(group=1) as claims:
             (found,) = await claims.claim([claim], state=State.PENDING)
             if found is Mark.BUSY:
@@ -174,13 +218,26 @@ class PostgresStore:
             return attempts
 
     async def reject(self, claim: Claim, rejection: StoredResult) -> Record | None:
+        """Store FAILED and its rejection in a transaction of its own, after claiming anew.
+
+        Returns None when stored; the record of a rival that was faster. Raises Contention when a rival
+        holds the key.
+        """
         found = await self._finalise(claim, State.FAILED, rejection, None)
         return found if isinstance(found, Record) else None
 
     async def bury(self, letter: DeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()) -> Record | int:
+        """Write the dead letter and, where a claim is given, the record DEAD, in one transaction; its attempts, and
+        those of `forget`, are deleted in it.
+
+        Returns the id of the letter that was written (or counted once more); or the final record of a rival that was
+        faster.
+        """
         return await self._finalise(claim, State.DEAD, None, letter, forget)
 
     async def count_dead(self, key: bytes) -> tuple[int, str] | None:
+        """One more arrival of a message whose record is DEAD. Returns the id of its newest letter and its reason; None
+        if it has none any more."""
         rows = await self.pool.alone("count_dead", {"key": key})
         return (rows[0][0], rows[0][1]) if rows else None
 

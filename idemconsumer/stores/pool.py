@@ -272,11 +272,11 @@ class Pool:
         return False
 
     def cut_within(self, seconds: float) -> bool:
-        """See `ports.JoinedStore`."""
+        """Whether a connection on which nothing ran has been found ended so lately, for no crash of another session."""
         return time.monotonic() - self._cut_at < seconds
 
     async def server_started(self) -> datetime:
-        """See `ports.JoinedStore`."""
+        """When the server was started, by its clock: another time is another server, or a restart."""
         async with self.connection() as connection:
             try:
                 cursor = await OwnCursor(connection).execute(self.queries["server_started"])

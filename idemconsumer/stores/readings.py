@@ -10,8 +10,7 @@ lock over to that. A pooler gives a session away only between two messages, so t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 import psycopg
 from psycopg.pq.abc import PGresult
@@ -24,7 +23,12 @@ from idemconsumer.stores.session import Session
 
 
 class PostgresReading:
-    """See `ports.Reading`."""
+    """Deliveries on record as being read by us. Others know that we are alive until this is left (B17).
+
+    `ours`: those that we read now. `begun`: those that somebody began to read who is gone; the others are being read by
+    a rival. `attempts`, of what is read alone: how often it was begun, with this time. Not what a process takes over
+    from itself.
+    """
 
     def __init__(self, pool: Pool, connection: Session, reader: int) -> None:
         self._pool = pool
@@ -48,6 +52,7 @@ class PostgresReading:
             self._pool.readers.discard(self._reader)
 
     async def end(self) -> None:
+        """Take ours off the record. After an error `PostgresStore.end_reading` does so."""
         if self.ours:
             params = {"keys": list(self.ours), "reader": self._reader}
             await self._send([self._written("end_reading", params), *self._standby(), b"COMMIT"])
@@ -75,21 +80,3 @@ class PostgresReading:
 
     def _standby(self) -> list[bytes]:
         return [self._pool.queries["standby"]] if self._pool.require_standby else []
-
-
-@asynccontextmanager
-async def begin_reading(pool: Pool, claims: Sequence[Claim], reader: int) -> AsyncIterator[PostgresReading]:
-    """See `ports.JoinedStore.reading`."""
-    async with pool.connection() as connection:
-        reading = PostgresReading(pool, connection, reader)
-        await reading.begin(claims)
-        yield reading
-
-
-@asynccontextmanager
-async def take_over_reading(pool: Pool, claim: Claim, reader: int) -> AsyncIterator[PostgresReading]:
-    """See `ports.JoinedStore.reading_alone`."""
-    async with pool.connection() as connection:
-        reading = PostgresReading(pool, connection, reader)
-        await reading.take_over(claim)
-        yield reading

@@ -21,8 +21,8 @@ from idemconsumer.message.origin import letter_of, pending_of, restored
 from idemconsumer.ports.broker import Bounds, Broker, Delivery, KnowsLag, KnowsSilence, Lag, Session
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Observer, Point
-from idemconsumer.ports.store import JoinedStore
 from idemconsumer.rules.session_pause import LONGEST, session_pause
+from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.user_code.cancellation import end, uninterrupted
 from idemconsumer.worker.intake import Intake
 from idemconsumer.worker.lanes import Lanes
@@ -58,7 +58,7 @@ class Feed:
         subscriptions: Sequence[Subscription],
         handlers: Sequence[BoundHandler],
         lanes: Lanes,
-        store: JoinedStore,
+        store: PostgresStore,
         *,
         bounds: Callable[[], Bounds],
         draining: asyncio.Event,

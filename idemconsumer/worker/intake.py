@@ -23,12 +23,14 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message import keys
 from idemconsumer.ports.broker import Delivery
 from idemconsumer.ports.observer import Observer, Point
-from idemconsumer.ports.store import Claim, JoinedStore, Reading
+from idemconsumer.ports.store import Claim
+from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.readings import PostgresReading
 from idemconsumer.worker.outage import Outage
 
 T = TypeVar("T")
 Read = Callable[[Sequence[Delivery], BadMessage | None], Awaitable[None]]
-_Begin = Callable[[int], AbstractAsyncContextManager[Reading]]  # by a reader with this number
+_Begin = Callable[[int], AbstractAsyncContextManager[PostgresReading]]  # by a reader with this number
 
 _TOGETHER: Final = 256  # deliveries on record at once
 
@@ -42,7 +44,7 @@ class Intake:
 
     def __init__(
         self,
-        store: JoinedStore,
+        store: PostgresStore,
         company: Company,
         outage: Outage,
         handler_of: Callable[[Delivery], BoundHandler],
@@ -123,7 +125,9 @@ class Intake:
         return True
 
     @asynccontextmanager
-    async def _on_record(self, claims: Sequence[Claim], first: Delivery, begin: _Begin) -> AsyncIterator[Reading]:
+    async def _on_record(
+        self, claims: Sequence[Claim], first: Delivery, begin: _Begin
+    ) -> AsyncIterator[PostgresReading]:
         """Around the reading of these. What its `end` could not take off the record is taken off here."""
         reader = secrets.randbits(63)
         try:

@@ -16,11 +16,12 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown
 from idemconsumer.ports.leases import LeasedSaga, LeaseStore
-from idemconsumer.ports.store import Claim, JoinedStore
+from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import OutcomeKind, State, StepRow
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.sql.queries import load
+from idemconsumer.stores.joined import PostgresStore
 from tests.support.servers.postgres import migrated
 
 
@@ -72,7 +73,7 @@ class _Script:
 
 
 # Nothing of these tests reaches it.
-NO_STORE = cast(JoinedStore, SimpleNamespace(most_locks=1, server_started=None, cut_within=None))
+NO_STORE = cast(PostgresStore, SimpleNamespace(most_locks=1, server_started=None, cut_within=None))
 
 
 async def _told() -> None:

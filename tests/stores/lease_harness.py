@@ -13,8 +13,9 @@ import pytest
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.leases import LeasedSaga, LeaseStore
-from idemconsumer.ports.store import Claim, JoinedStore
+from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Record, StepKind, StepRow, StepState
+from idemconsumer.stores.joined import PostgresStore
 from tests.stores.store_contract import claim_of
 
 PATIENCE = 5.0  # seconds allowed for anything that must not wait for a rival
@@ -32,7 +33,7 @@ class LeaseWorker:
     `expire` ends that lease, as time does for a worker that was killed; `leases` goes on without noticing.
     """
 
-    joined: JoinedStore
+    joined: PostgresStore
     leases: LeaseStore
     expire: Callable[[], Awaitable[None]]
 

@@ -1,4 +1,4 @@
-"""What every JoinedStore must do, as tests.
+"""What a joined store must do, as tests.
 
 It tests the rules that the engine relies on with any store. What only one database must do is tested with that one.
 """
@@ -16,8 +16,9 @@ import pytest
 from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, HandlerFault, StoreUnavailable
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Tx
-from idemconsumer.ports.store import Claim, DeadLetter, JoinedStore
+from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.values import Mark, Record, State
+from idemconsumer.stores.joined import PostgresStore
 
 PATIENCE = 10.0  # seconds allowed for anything that must not wait for a rival
 
@@ -28,7 +29,7 @@ SEE_OTHER = StoredResult(b"", "text/html", 303, (("Location", "/a?b=ü"), ("Set-
 class StoreHarness(Protocol):
     """How the suite reaches one database."""
 
-    async def store(self) -> JoinedStore:
+    async def store(self) -> PostgresStore:
         """One more store on the same database, as another worker has it. The suite closes it."""
         ...
 
@@ -65,10 +66,10 @@ A, B, C = claim_of("a"), claim_of("b"), claim_of("c")
 
 @pytest.mark.asyncio
 class JoinedStoreContract:
-    """What every JoinedStore must do. See the module for how to run it."""
+    """What a joined store must do. See the module for how to run it."""
 
     @pytest.fixture
-    async def stores(self, harness: StoreHarness) -> AsyncIterator[tuple[JoinedStore, JoinedStore]]:
+    async def stores(self, harness: StoreHarness) -> AsyncIterator[tuple[PostgresStore, PostgresStore]]:
         """Two workers."""
         async with AsyncExitStack() as stack:
             pair = await harness.store(), await harness.store()
@@ -77,16 +78,16 @@ class JoinedStoreContract:
             yield pair
 
     @pytest.fixture
-    def store(self, stores: tuple[JoinedStore, JoinedStore]) -> JoinedStore:
+    def store(self, stores: tuple[PostgresStore, PostgresStore]) -> PostgresStore:
         return stores[0]
 
     @pytest.fixture
-    def rival(self, stores: tuple[JoinedStore, JoinedStore]) -> JoinedStore:
+    def rival(self, stores: tuple[PostgresStore, PostgresStore]) -> PostgresStore:
         return stores[1]
 
     # --------------------------------------------------------------------------------------------------- claiming
     async def test_a_new_key_is_claimed_and_a_committed_one_is_its_record(
-        self, store: JoinedStore, rival: JoinedStore
+        self, store: PostgresStore, rival: PostgresStore
     ) -> None:
         async with store.transaction(group=1) as claims:
             assert await claims.claim([A]) == [Mark.CLAIMED]
@@ -95,7 +96,7 @@ class JoinedStoreContract:
         async with rival.transaction(group=1) as claims:
             assert await claims.claim([A]) == [Record(State.COMPLETED, A.fingerprint, JSON)]
 
-    async def test_findings_come_in_the_order_of_the_claims(self, store: JoinedStore, rival: JoinedStore) -> None:
+    async def test_findings_come_in_the_order_of_the_claims(self, store: PostgresStore, rival: PostgresStore) -> None:
         await complete(store, [B])
         async with rival.transaction(group=1) as held:
             await held.claim([C])
@@ -103,7 +104,9 @@ class JoinedStoreContract:
                 found = await claims.claim([C, B, A])
         assert found == [Mark.BUSY, Record(State.COMPLETED, B.fingerprint), Mark.CLAIMED]
 
-    async def test_a_record_remembers_the_value_beside_the_bytes(self, store: JoinedStore, rival: JoinedStore) -> None:
+    async def test_a_record_remembers_the_value_beside_the_bytes(
+        self, store: PostgresStore, rival: PostgresStore
+    ) -> None:
         valued = Claim(A.key, A.scope, A.fingerprint, canonical=b"c" * 16)
         await complete(store, [valued, B])
         found = [Record(State.COMPLETED, A.fingerprint, None, b"c" * 16), Record(State.COMPLETED, B.fingerprint)]
@@ -111,13 +114,13 @@ class JoinedStoreContract:
             assert await claims.claim([valued, B]) == found
         assert await rival.peek([A.key, B.key]) == found
 
-    async def test_a_message_without_a_fingerprint_is_remembered_without_one(self, store: JoinedStore) -> None:
+    async def test_a_message_without_a_fingerprint_is_remembered_without_one(self, store: PostgresStore) -> None:
         bare = claim_of("bare", fingerprint=None)
         await complete(store, [bare])
         assert await store.peek([bare.key]) == [Record(State.COMPLETED, None)]
 
     async def test_what_is_not_completed_leaves_neither_claim_nor_effect(
-        self, store: JoinedStore, rival: JoinedStore, harness: StoreHarness
+        self, store: PostgresStore, rival: PostgresStore, harness: StoreHarness
     ) -> None:
         with suppress(ZeroDivisionError):
             async with store.transaction(group=1) as claims:
@@ -133,7 +136,7 @@ class JoinedStoreContract:
             assert await claims.claim([A]) == [Mark.CLAIMED]
 
     async def test_effects_records_and_results_are_one_commit(
-        self, store: JoinedStore, rival: JoinedStore, harness: StoreHarness
+        self, store: PostgresStore, rival: PostgresStore, harness: StoreHarness
     ) -> None:
         async with store.transaction(group=2) as claims:
             await claims.claim([A, B])
@@ -150,7 +153,7 @@ class JoinedStoreContract:
         ]
 
     async def test_a_rivals_uncommitted_key_is_busy_and_is_not_waited_for(
-        self, store: JoinedStore, rival: JoinedStore
+        self, store: PostgresStore, rival: PostgresStore
     ) -> None:
         async with rival.transaction(group=1) as held:
             assert await held.claim([A]) == [Mark.CLAIMED]
@@ -162,7 +165,9 @@ class JoinedStoreContract:
         async with store.transaction(group=1) as claims:
             assert await claims.claim([A]) == [Mark.CLAIMED]
 
-    async def test_those_with_one_gate_take_turns_and_others_pass(self, store: JoinedStore, rival: JoinedStore) -> None:
+    async def test_those_with_one_gate_take_turns_and_others_pass(
+        self, store: PostgresStore, rival: PostgresStore
+    ) -> None:
         turns: list[str] = []
 
         async def second() -> None:
@@ -182,7 +187,9 @@ class JoinedStoreContract:
             await waiting
         assert turns == ["first", "second"]
 
-    async def test_a_committed_record_wins_over_a_key_not_free(self, store: JoinedStore, rival: JoinedStore) -> None:
+    async def test_a_committed_record_wins_over_a_key_not_free(
+        self, store: PostgresStore, rival: PostgresStore
+    ) -> None:
         # Two keys that share their first eight bytes also share the lock that makes a claim not wait.
         twin = Claim(A.key[:8] + bytes(24), A.scope, A.fingerprint)
         await complete(store, [A])
@@ -192,12 +199,12 @@ class JoinedStoreContract:
                 assert await claims.claim([A]) == [Record(State.COMPLETED, A.fingerprint)]
 
     async def test_of_many_that_claim_at_once_one_has_the_key(
-        self, stores: tuple[JoinedStore, JoinedStore], harness: StoreHarness
+        self, stores: tuple[PostgresStore, PostgresStore], harness: StoreHarness
     ) -> None:
         over = asyncio.Event()
         claimed: list[object] = []
 
-        async def rivalry(store: JoinedStore) -> None:
+        async def rivalry(store: PostgresStore) -> None:
             async with store.transaction(group=1) as claims:
                 claimed.extend(await claims.claim([A]))
                 if len(claimed) == 8:
@@ -208,7 +215,9 @@ class JoinedStoreContract:
             await asyncio.gather(*(rivalry(stores[n % 2]) for n in range(8)))
         assert sorted(map(str, claimed)) == ["Mark.BUSY"] * 7 + ["Mark.CLAIMED"]
 
-    async def test_peeking_claims_nothing_and_answers_in_order(self, store: JoinedStore, rival: JoinedStore) -> None:
+    async def test_peeking_claims_nothing_and_answers_in_order(
+        self, store: PostgresStore, rival: PostgresStore
+    ) -> None:
         await complete(store, [B])
         assert await store.peek([A.key, B.key, C.key]) == [None, Record(State.COMPLETED, B.fingerprint), None]
         assert await store.peek([]) == []
@@ -228,26 +237,26 @@ class JoinedStoreContract:
         ],
         ids=["empty", "odd JSON", "all bytes", "a megabyte", "no content", "headers in order"],
     )
-    async def test_a_result_is_given_back_byte_for_byte(self, store: JoinedStore, result: StoredResult) -> None:
+    async def test_a_result_is_given_back_byte_for_byte(self, store: PostgresStore, result: StoredResult) -> None:
         await complete(store, [A], [(A.key, result)])
         assert await store.peek([A.key]) == [Record(State.COMPLETED, A.fingerprint, result)]
         async with store.transaction(group=1) as claims:
             assert await claims.claim([A]) == [Record(State.COMPLETED, A.fingerprint, result)]
 
-    async def test_results_with_a_status_and_without_are_stored_together(self, store: JoinedStore) -> None:
+    async def test_results_with_a_status_and_without_are_stored_together(self, store: PostgresStore) -> None:
         results = [(A.key, SEE_OTHER), (B.key, JSON), (C.key, StoredResult(b"", "", 204))]
         await complete(store, [A, B, C], results)
         found = await store.peek([A.key, B.key, C.key])
         assert [each.result for each in found if each is not None] == [result for _, result in results]
 
-    async def test_a_transaction_that_claimed_nothing_new_may_be_completed(self, store: JoinedStore) -> None:
+    async def test_a_transaction_that_claimed_nothing_new_may_be_completed(self, store: PostgresStore) -> None:
         await complete(store, [A])
         async with store.transaction(group=1) as claims:
             await claims.claim([A])
             await claims.complete([], [])
 
     # ------------------------------------------------------------------------------------------------------------ tx
-    async def test_a_tx_ends_when_the_next_one_is_handed_out(self, store: JoinedStore, harness: StoreHarness) -> None:
+    async def test_a_tx_ends_when_the_next_one_is_handed_out(self, store: PostgresStore, harness: StoreHarness) -> None:
         async with store.transaction(group=2) as claims:
             await claims.claim([A, B])
             first = claims.tx()
@@ -262,7 +271,7 @@ class JoinedStoreContract:
         assert await harness.effects() == ["in time", "next"]
 
     async def test_a_swallowed_database_error_is_found_after_its_handler(
-        self, store: JoinedStore, harness: StoreHarness
+        self, store: PostgresStore, harness: StoreHarness
     ) -> None:
         async with store.transaction(group=1) as claims:
             await claims.claim([A])
@@ -273,7 +282,7 @@ class JoinedStoreContract:
                 claims.check()
         assert await harness.effects() == []
 
-    async def test_a_failed_transaction_cannot_be_completed(self, store: JoinedStore, harness: StoreHarness) -> None:
+    async def test_a_failed_transaction_cannot_be_completed(self, store: PostgresStore, harness: StoreHarness) -> None:
         async with store.transaction(group=1) as claims:
             await claims.claim([A])
             await harness.break_transaction(claims.tx())
@@ -284,7 +293,9 @@ class JoinedStoreContract:
         assert await store.peek([A.key]) == [None]
 
     # --------------------------------------------------------------------------------------------------- attempts
-    async def test_attempts_are_counted_taken_back_and_forgotten(self, store: JoinedStore, rival: JoinedStore) -> None:
+    async def test_attempts_are_counted_taken_back_and_forgotten(
+        self, store: PostgresStore, rival: PostgresStore
+    ) -> None:
         assert await store.count_attempt(A, None) == 1
         assert await rival.count_attempt(A, "boom\x00") == 2
         await rival.uncount_attempt(A)
@@ -298,7 +309,7 @@ class JoinedStoreContract:
         assert await store.count_attempt(B, None) == 2
 
     async def test_marks_are_no_attempts_and_belong_to_who_comes_first(
-        self, store: JoinedStore, rival: JoinedStore
+        self, store: PostgresStore, rival: PostgresStore
     ) -> None:
         await store.count_attempt(A, "counted")
         assert await store.mark_attempts([A, B, C]) == {B.key, C.key}
@@ -310,18 +321,18 @@ class JoinedStoreContract:
         assert await rival.mark_attempts([A, B, C]) == {C.key}
         assert [await store.count_attempt(claim, None) for claim in (A, B, C)] == [2, 2, 1]
 
-    async def test_marks_are_forgotten_with_what_they_were_made_for(self, store: JoinedStore) -> None:
+    async def test_marks_are_forgotten_with_what_they_were_made_for(self, store: PostgresStore) -> None:
         await store.mark_attempts([A, B])
         await complete(store, [A, B], forget=[A.key])
         assert await store.mark_attempts([A, B]) == {A.key}
 
-    async def test_marks_made_at_once_belong_to_one_of_two(self, store: JoinedStore, rival: JoinedStore) -> None:
+    async def test_marks_made_at_once_belong_to_one_of_two(self, store: PostgresStore, rival: PostgresStore) -> None:
         for n in range(10):
             claims = [claim_of(f"{n} {each}") for each in range(50)]
             ours, theirs = await asyncio.gather(store.mark_attempts(claims), rival.mark_attempts(claims[::-1]))
             assert (ours | theirs, ours & theirs) == ({claim.key for claim in claims}, set())
 
-    async def test_what_is_being_read_was_not_begun(self, store: JoinedStore, rival: JoinedStore) -> None:
+    async def test_what_is_being_read_was_not_begun(self, store: PostgresStore, rival: PostgresStore) -> None:
         async with store.reading([A, B, A], 1) as ours:
             assert (ours.ours, ours.begun) == ({A.key, B.key}, set())
             async with rival.reading([C, B], 2) as theirs:
@@ -335,7 +346,7 @@ class JoinedStoreContract:
             assert (theirs.ours, theirs.begun) == ({A.key, B.key}, set())
 
     async def test_what_was_not_read_to_the_end_is_counted_by_one_of_two(
-        self, store: JoinedStore, rival: JoinedStore
+        self, store: PostgresStore, rival: PostgresStore
     ) -> None:
         async with rival.reading([A, B], 1):
             pass
@@ -356,7 +367,7 @@ class JoinedStoreContract:
             assert (ours.ours, ours.begun) == ({A.key, B.key}, set())
 
     async def test_what_a_process_did_not_read_to_the_end_is_no_death_while_it_lives(
-        self, store: JoinedStore, rival: JoinedStore
+        self, store: PostgresStore, rival: PostgresStore
     ) -> None:
         """Its connection was lost, and then it had to give the delivery up. To a rival it has died."""
         async with store.reading([A], 1):
@@ -373,7 +384,7 @@ class JoinedStoreContract:
             await ours.end()
 
     async def test_a_reading_may_be_begun_again_by_the_same_reader(
-        self, store: JoinedStore, rival: JoinedStore
+        self, store: PostgresStore, rival: PostgresStore
     ) -> None:
         """Whose first answer was lost, perhaps."""
         for _ in range(2):
@@ -387,7 +398,7 @@ class JoinedStoreContract:
                 assert ours.attempts == 1
 
     async def test_an_attempt_of_another_message_is_counted_with_a_commit_or_not_at_all(
-        self, store: JoinedStore, rival: JoinedStore
+        self, store: PostgresStore, rival: PostgresStore
     ) -> None:
         for expected in (1, 2):
             async with store.transaction(group=2) as claims:
@@ -399,18 +410,18 @@ class JoinedStoreContract:
             await claims.claim([A])
         assert await rival.note_error(C, "the same one") == 2
 
-    async def test_no_more_is_taken_back_than_was_counted(self, store: JoinedStore) -> None:
+    async def test_no_more_is_taken_back_than_was_counted(self, store: PostgresStore) -> None:
         await store.uncount_attempt(A)
         await store.count_attempt(A, None)
         for _ in range(3):
             await store.uncount_attempt(A)
         assert await store.count_attempt(A, None) == 1
 
-    async def test_noting_an_error_of_an_attempt_that_is_gone_counts_it(self, store: JoinedStore) -> None:
+    async def test_noting_an_error_of_an_attempt_that_is_gone_counts_it(self, store: PostgresStore) -> None:
         assert await store.note_error(A, "its row was pruned") == 1
 
     async def test_an_attempt_outlives_the_rollback_of_what_failed(
-        self, store: JoinedStore, rival: JoinedStore, harness: StoreHarness
+        self, store: PostgresStore, rival: PostgresStore, harness: StoreHarness
     ) -> None:
         async with rival.transaction(group=1) as claims:
             await claims.claim([A])
@@ -420,7 +431,7 @@ class JoinedStoreContract:
         assert await store.count_attempt(A, None) == 2
 
     # --------------------------------------------------------------------------------------- rejections, dead letters
-    async def test_a_rejection_is_final_and_given_back(self, store: JoinedStore, rival: JoinedStore) -> None:
+    async def test_a_rejection_is_final_and_given_back(self, store: PostgresStore, rival: PostgresStore) -> None:
         await store.count_attempt(A, "first it failed")
         assert await store.reject(A, JSON) is None
         rejected = Record(State.FAILED, A.fingerprint, JSON)
@@ -430,7 +441,7 @@ class JoinedStoreContract:
         assert await rival.reject(B, JSON) == Record(State.FAILED, B.fingerprint, SEE_OTHER)
         assert await store.count_attempt(A, None) == 1
 
-    async def test_a_rejection_is_judged_again(self, store: JoinedStore, rival: JoinedStore) -> None:
+    async def test_a_rejection_is_judged_again(self, store: PostgresStore, rival: PostgresStore) -> None:
         await complete(rival, [A], [(A.key, JSON)])
         assert await store.reject(A, StoredResult(b"too late")) == Record(State.COMPLETED, A.fingerprint, JSON)
         async with rival.transaction(group=1) as held:
@@ -440,7 +451,7 @@ class JoinedStoreContract:
         assert await store.peek([B.key]) == [None]
 
     async def test_a_dead_letter_and_its_record_are_one_commit(
-        self, store: JoinedStore, rival: JoinedStore, harness: StoreHarness
+        self, store: PostgresStore, rival: PostgresStore, harness: StoreHarness
     ) -> None:
         await store.count_attempt(A, "boom")
         assert isinstance(await store.bury(letter_of("a"), A), int)
@@ -452,7 +463,7 @@ class JoinedStoreContract:
         assert await store.count_attempt(A, None) == 1
 
     async def test_nothing_is_buried_that_somebody_has_applied_or_holds(
-        self, store: JoinedStore, rival: JoinedStore, harness: StoreHarness
+        self, store: PostgresStore, rival: PostgresStore, harness: StoreHarness
     ) -> None:
         await complete(rival, [A])
         assert await store.bury(letter_of("a"), A) == Record(State.COMPLETED, A.fingerprint)
@@ -463,7 +474,7 @@ class JoinedStoreContract:
         assert await harness.letters() == []
 
     async def test_a_letter_of_the_same_identity_is_counted_once_more(
-        self, store: JoinedStore, rival: JoinedStore, harness: StoreHarness
+        self, store: PostgresStore, rival: PostgresStore, harness: StoreHarness
     ) -> None:
         for arrival in (store, rival, store):
             assert isinstance(await arrival.bury(letter_of("x", reason="undecodable"), None), int)
@@ -471,7 +482,7 @@ class JoinedStoreContract:
         assert await harness.letters() == [("undecodable", 3), ("undecodable", 1)]
 
     async def test_a_later_arrival_of_a_dead_message_is_counted(
-        self, store: JoinedStore, harness: StoreHarness
+        self, store: PostgresStore, harness: StoreHarness
     ) -> None:
         await store.bury(letter_of("a"), A)
         await store.bury(letter_of("b", reason="killed_worker"), B)
@@ -480,12 +491,12 @@ class JoinedStoreContract:
         await store.count_dead(C.key)
         assert await harness.letters() == [("attempts_exhausted", 3), ("killed_worker", 1)]
 
-    async def test_a_store_says_how_many_keys_may_be_held_at_once(self, store: JoinedStore) -> None:
+    async def test_a_store_says_how_many_keys_may_be_held_at_once(self, store: PostgresStore) -> None:
         assert store.most_locks >= 1
 
 
 async def complete(
-    store: JoinedStore,
+    store: PostgresStore,
     claims: Sequence[Claim],
     results: Sequence[tuple[bytes, StoredResult]] = (),
     forget: Sequence[bytes] = (),

@@ -18,7 +18,6 @@ from idemconsumer.message.message import Message, StoredResult, Subscription
 from idemconsumer.message.origin import restored
 from idemconsumer.ports.broker import Bounds
 from idemconsumer.ports.handler import Tx
-from idemconsumer.ports.store import JoinedStore
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.settings import Settings
 from idemconsumer.stores import session
@@ -48,7 +47,7 @@ class PostgresHarness:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    async def store(self) -> JoinedStore:
+    async def store(self) -> PostgresStore:
         return await PostgresStore.open(self._ledger.dsn, SCHEMA, connections=8, longest_run=30.0)
 
     async def write(self, tx: Tx, effect: str) -> None:

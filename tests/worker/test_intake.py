@@ -21,7 +21,7 @@ from idemconsumer.handlers.decorator import Handler
 from idemconsumer.message import keys
 from idemconsumer.ports.broker import Delivery, Epoch
 from idemconsumer.ports.observer import NullObserver, Point
-from idemconsumer.ports.store import Claim, JoinedStore
+from idemconsumer.ports.store import Claim
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.readings import PostgresReading
 from idemconsumer.worker.intake import Intake, Read
@@ -252,7 +252,7 @@ async def test_one_that_was_begun_waits_for_those_inside_however_quick_the_datab
     reader, company, read = Reader(bench), Company(), list[Delivery]()
     bound = reader.handler.plan.bind("intake")
     intake = Intake(
-        cast(JoinedStore, Kept()),
+        cast(PostgresStore, Kept()),
         company,
         Outage(),
         lambda delivery: bound,
