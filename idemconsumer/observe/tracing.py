@@ -20,6 +20,7 @@ from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
 from idemconsumer.errors import Reject
 from idemconsumer.logs import log
 from idemconsumer.message.message import Message
+from idemconsumer.ports.tracing import Processing, Requested, Tracing
 from idemconsumer.redaction import type_name
 from idemconsumer.rules.values import Outcome, OutcomeKind
 
@@ -32,8 +33,8 @@ _KEY_DIGITS: Final = 12
 _now: Final[ContextVar[_Processing | None]] = ContextVar("idemconsumer_processing", default=None)
 
 
-class OpenTelemetry:
-    """See `ports.tracing.Tracing`. The spans go to the tracer provider that the program has set, now or later."""
+class OpenTelemetry(Tracing):
+    """The spans go to the tracer provider that the program has set, now or later."""
 
     def __init__(self) -> None:
         self._tracer = trace.get_tracer("idemconsumer")
@@ -114,7 +115,7 @@ class _Current:
         span.end()
 
 
-class _Processing(_Current):
+class _Processing(_Current, Processing):
     """`its`: what its steps say of it. `runs`: how many transactions have run handlers."""
 
     def __init__(self, span: Span | None, its: Mapping[str, Any]) -> None:
@@ -145,7 +146,7 @@ class _Processing(_Current):
             self.failed(error_type)
 
 
-class _Request(_Current):
+class _Request(_Current, Requested):
     def answered(self, outcome: str, key: str) -> None:
         self._attributes["idemconsumer.outcome"] = outcome
         if key:
