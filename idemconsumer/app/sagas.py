@@ -203,7 +203,7 @@ class SagaCalls(ABC):
 
 @dataclass(frozen=True, slots=True)
 class AppStarter:
-    """See `ports.starter.Starter`."""
+    """See `handlers.handler.Starter`."""
 
     app: SagaCalls
 

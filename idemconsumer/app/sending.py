@@ -131,7 +131,7 @@ def _check(bound: BoundHandler, call: Call, key: str, tenant: str | None) -> Non
     if call.key != key:
         raise BadMessage("key_differs", f"its handler would find another key than the given one by {bound.key_rule}")
     if call.tenant != tenant:
-        spec = bound.tenant_spec
+        spec = bound.plan.tenant_spec
         rule = "it has no `tenant` rule" if spec is None else describe(spec)
         raise BadMessage("tenant_differs", f"its handler would find another tenant than the given one: {rule}")
 

@@ -84,7 +84,7 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
     for handler in handlers:
         text = f"{', '.join(sources(handler))}; key: {handler.key_rule}; records kept for {retention(handler)}"
         yield Finding("ok", f"handler {handler.name}", text)
-        for path in handler.unsure_paths:
+        for path in handler.plan.unsure_paths:
             text = f"its payload's type does not show that {path!r} is always there; it is looked up in each message"
             yield Finding("warning", f"handler {handler.name}", text)
     for schedule in app.schedules(handlers):

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
-from typing import (
-    Any,
-    Final,
-    TypeAlias,
-)
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -29,7 +25,6 @@ from idemconsumer.message.names import StoredName
 from idemconsumer.message.origin import ORIGIN
 from idemconsumer.message.parents import PARENT
 from idemconsumer.ports.handler import Saga, Tx
-from idemconsumer.ports.starter import Starter
 from idemconsumer.ports.store import Claim
 from idemconsumer.settings import Settings
 
@@ -42,6 +37,19 @@ OrderOf: TypeAlias = Callable[[Message, object], str | bytes | None]
 StrandOf: TypeAlias = Callable[[Message], Hashable | None]
 # Of the message as it arrived, the message inside its envelope, and the payload: `Claim.fingerprint` and `.canonical`.
 FingerprintOf: TypeAlias = Callable[[Message, Message, object], tuple[bytes | None, bytes | None]]
+
+
+class Starter(Protocol):
+    """What a saga asks of its app: to start other sagas, and to cancel them."""
+
+    async def start(self, handler: Any, payload: Any, *, key: str, tenant: str | None, tx: Tx, parent: bytes) -> None:
+        """Begin a saga with the transaction of `tx`, on behalf of the one under the stored key `parent` (L80)."""
+        ...
+
+    async def cancel(self, key: bytes, *, undo: bool) -> object:
+        """Request it of the saga under this stored key, which need not be that of a handler of this app any more;
+        committed on return, unless its end came first."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,59 +122,45 @@ class Call:
         return msgspec.structs.replace(self.arrived, key=self.key, tenant=self.tenant, attempt=attempt)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class BoundHandler:
-    """A handler of an app: turns messages into calls, and runs them."""
+    """A handler of an app: turns messages into calls, and runs them. See `HandlerPlan.bind`."""
 
-    __slots__ = (
-        "_plan",
-        "app",
-        "batch",
-        "decodes",
-        "delivery_log",
-        "identity",
-        "leased",
-        "max_message_bytes",
-        "name",
-        "needs_tx",
-        "options",
-        "own_source",
-        "reconciles",
-        "resources",
-        "retry_source",
-        "starter",
-        "subscriptions",
-    )  # fmt: skip
+    plan: HandlerPlan
+    app: str
+    max_message_bytes: int
+    resources: Mapping[type, object]
+    starter: Starter | None
+    delivery_log: float
+    name: str = field(init=False)
+    options: Resolved = field(init=False)
+    needs_tx: bool = field(init=False)
+    leased: bool = field(init=False)
+    batch: bool = field(init=False)
+    decodes: bool = field(init=False)
+    reconciles: bool = field(init=False)
+    identity: StoredName = field(init=False)
+    subscriptions: tuple[Subscription, ...] = field(init=False)
+    own_source: str = field(init=False)
+    retry_source: str = field(init=False)
 
-    def __init__(
-        self,
-        plan: HandlerPlan,
-        app: str,
-        max_message_bytes: int,
-        resources: Mapping[type, object],
-        starter: Starter | None,
-        delivery_log: float,
-    ) -> None:
+    def __post_init__(self) -> None:
+        plan = self.plan
         if plan.signature.needs_saga and HASHING.secrets:
             raise HandlerError(
                 plan.name,
                 "it is a saga, and `key_secrets` is set: the SQL functions that find sagas by key have no data key",
                 "remove one of them; sagas may have a schema of their own, in a process of their own",
             )
-        self._plan = plan
-        self.starter = starter
-        self.resources = resources
-        self.app = app
-        self.max_message_bytes = max_message_bytes
         self.name = plan.name
         self.options = plan.options
-        self.delivery_log = delivery_log
         self.needs_tx = plan.signature.needs_tx
         self.leased = plan.signature.needs_saga
         self.batch = plan.signature.batch
         self.decodes = plan.hook is not None
         self.reconciles = plan.reconcile is not None
-        self.identity = plan.identity(app)
-        group = plan.consumer_group(app)
+        self.identity = plan.identity(self.app)
+        group = plan.consumer_group(self.app)
         self.subscriptions = tuple(Subscription(source, plan.name, group) for source in plan.sources)
         # A queue in Postgres, for messages that their own broker would soon drop and for sagas begun from code.
         self.own_source = self.identity.own_source
@@ -177,29 +171,9 @@ class BoundHandler:
         return source in (self.own_source, self.retry_source)
 
     @property
-    def key_spec(self) -> KeySpec:
-        """Where the key comes from."""
-        return self._plan.key_spec
-
-    @property
-    def tenant_spec(self) -> KeySpec | None:
-        """Where the tenant comes from, if it has any."""
-        return self._plan.tenant_spec
-
-    @property
-    def unsure_paths(self) -> Sequence[str]:
-        """Those in its options of which the payload's type does not show that they are there (R41)."""
-        return self._plan.unsure_paths
-
-    @property
-    def plan(self) -> HandlerPlan:
-        """What it is without its app."""
-        return self._plan
-
-    @property
     def key_rule(self) -> str:
         """Where the key comes from, in words."""
-        return keys.describe(self._plan.key_spec)
+        return keys.describe(self.plan.key_spec)
 
     def from_code(
         self, payload: object, *, key: object, tenant: str | None, headers: Mapping[str, str] = NO_HEADERS
@@ -215,12 +189,12 @@ class BoundHandler:
 
     def waits_for(self, message: Message) -> bool:
         """Whether only `read` can decode it: its `decode=` is an async function."""
-        return self._plan.hook_waits and not message.tombstone and not self._is_from_code(message)
+        return self.plan.hook_waits and not message.tombstone and not self._is_from_code(message)
 
     def strand(self, message: Message) -> Hashable | None:
         """What is dispatched in the order of its arrival while it is decoded. None: it has no order, or needs none,
         since nobody else's function is asked."""
-        return self._plan.strand(message) if self.decodes else None
+        return self.plan.strand(message) if self.decodes else None
 
     def call_for(self, message: Message) -> Call:
         """Decode and key a message. Raises only BadMessage; one above the size limit is not even parsed."""
@@ -237,7 +211,7 @@ class BoundHandler:
 
     async def renew(self, call: Call) -> None:
         """Before another run: decode again what the last one may have changed, where `decode=` does that."""
-        plan = self._plan
+        plan = self.plan
         if call.given and plan.hook is not None and not call.arrived.tombstone and not call.from_code:
             call.payload = (
                 await self._decoded(call.arrived) if plan.hook_waits else plan.hook(call.arrived.body, call.arrived)
@@ -245,7 +219,7 @@ class BoundHandler:
             call.given = False
 
     async def _decoded(self, message: Message) -> object:
-        hook: Any = self._plan.hook
+        hook: Any = self.plan.hook
         return await hook(message.body, message)
 
     def _is_from_code(self, message: Message) -> bool:
@@ -253,7 +227,7 @@ class BoundHandler:
 
     def _opened(self, message: Message) -> Message:
         """What is inside its envelope."""
-        plan = self._plan
+        plan = self.plan
         if (size := size_of(message)) > self.max_message_bytes or message.whole is not None:
             beside = " with its headers" if held_size(message) > len(message.body) else ""
             raise BadMessage("oversized", f"{size:,} bytes{beside}, at most {self.max_message_bytes:,} are allowed")
@@ -263,7 +237,7 @@ class BoundHandler:
             return plan.unwrap(message)
 
     def _keyed(self, arrived: Message, message: Message, payload: object, *, from_code: bool) -> Call:
-        plan = self._plan
+        plan = self.plan
         key, tenant = self._identity(message, payload, from_code=from_code)
         fingerprint, canonical = plan.fingerprint(arrived, message, payload)
         claim = Claim(
@@ -286,7 +260,7 @@ class BoundHandler:
         return self._payload(call.arrived, from_code=call.from_code)
 
     def _payload(self, message: Message, *, from_code: bool) -> object:
-        plan = self._plan
+        plan = self.plan
         if not message.tombstone:
             if plan.hook is not None and not from_code:
                 return plan.hook(message.body, message)
@@ -298,7 +272,7 @@ class BoundHandler:
         return None
 
     def _identity(self, message: Message, payload: object, *, from_code: bool) -> tuple[str, str | None]:
-        plan = self._plan
+        plan = self.plan
         key = (_message_id if from_code else plan.key)(message, payload)  # code has given the key
         if from_code and (given := message.headers.get(TENANT)) is not None:
             return key, str(given)
@@ -307,12 +281,12 @@ class BoundHandler:
     def run(self, call: Call, tx: Tx | Saga | None, attempt: int) -> Awaitable[object]:
         """Run the function and raise what it raises. Cancelling ends an async function at its next await; a plain
         one runs on in its thread to its end, and its result is ignored."""
-        return self._invoke(self._plan.signature, call, tx, attempt)
+        return self._invoke(self.plan.signature, call, tx, attempt)
 
     async def run_batch(self, items: Items, tx: Tx | None) -> None:
         """`run` for a function that takes a batch; `items` then holds what was decided about each item."""
         try:
-            returned = await self._plan.signature.invoke(items, tx, items.message(0), self.resources)
+            returned = await self.plan.signature.invoke(items, tx, items.message(0), self.resources)
         finally:
             items.close()
         if returned is not None:
@@ -323,8 +297,8 @@ class BoundHandler:
 
     async def reconcile(self, call: Call, tx: Tx, attempt: int) -> object:
         """Ask whether a saga is done already. Only where `reconciles`."""
-        assert self._plan.reconcile is not None
-        return await self._invoke(self._plan.reconcile, call, tx, attempt)
+        assert self.plan.reconcile is not None
+        return await self._invoke(self.plan.reconcile, call, tx, attempt)
 
     def _invoke(self, signature: Signature, call: Call, tx: Tx | Saga | None, attempt: int) -> Awaitable[object]:
         message = call.message(attempt) if signature.needs_message else call.arrived

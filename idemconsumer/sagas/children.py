@@ -12,12 +12,11 @@ import msgspec
 from idemconsumer.errors import SIGNAL_TIMEOUT, OfTheEngine, Reject, SagaChanged, SagaMisused, SignalTimeout
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.durations import MAX_DURATION, parse_duration
-from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.handlers.handler import BoundHandler, Starter
 from idemconsumer.message import arguments, codecs, keys
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Child, Duration, OnExisting, Tx
 from idemconsumer.ports.leases import Kinship, LeasedSaga, LeaseStore, OpenStep
-from idemconsumer.ports.starter import Starter
 from idemconsumer.rules.saga import CONFLICT, EXISTS
 from idemconsumer.rules.signals import CHILD
 from idemconsumer.rules.values import State, StepKind
