@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, TypedDict
 
 from idemconsumer.errors import ConfigurationError, HandlerError
@@ -113,28 +113,134 @@ class Options(UnnamedOptions, total=False):
     name: str
 
 
+class _Refused(Exception):
+    """What is wrong with a value, as it goes on behind the name of its option, and what to write instead."""
+
+
+def _integer(most: int) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise _Refused(f" is {value!r}", f"write a whole number from 1 to {most:,}")
+        return value
+
+    return check
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise _Refused(f" is {value!r}", "write a string")
+    return value
+
+
+def _version(value: Any) -> str:
+    if value == ANY_VERSION:
+        raise _Refused(f' is "{ANY_VERSION}", which marks sagas that a person resumed', 'write e.g. "2"')
+    return _text(value)
+
+
+def _seconds(value: Any) -> float:
+    try:
+        return parse_duration(value)
+    except ConfigurationError as error:
+        raise _Refused("", str(error)) from None
+
+
+def _positive(value: Any) -> float:
+    seconds = _seconds(value)
+    if seconds == 0:
+        raise _Refused(" is zero", 'write a duration above 0, e.g. "30s"')
+    return seconds
+
+
+def _run(value: Any) -> float:
+    seconds = _positive(value)
+    if seconds > MAX_RUN:
+        raise _Refused(" is longer than 20 days", 'write a shorter one, e.g. "30s"')
+    return seconds
+
+
+def _lease(value: Any) -> float:
+    seconds = _run(value)
+    if seconds < MIN_LEASE:
+        raise _Refused(f" is shorter than {MIN_LEASE:g} s", 'write a longer one, e.g. "30s"')
+    return seconds
+
+
+def _settle(value: Any) -> str:
+    if value not in ("claimed", "finished"):
+        raise _Refused(f" is {value!r}", 'write "claimed" or "finished"')
+    return str(value)
+
+
+def _backoff(value: Any) -> Backoff:
+    if isinstance(value, Backoff):
+        return value
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, tuple | list) or len(parts) != 2:
+        raise _Refused(f" is {value!r}", 'write the first pause and the longest, e.g. "0.5s, 30s", or a Backoff')
+    first, cap = map(_seconds, parts)
+    try:
+        return Backoff(first, cap=cap)
+    except ConfigurationError as error:
+        raise _Refused("", str(error)) from None
+
+
+def _reply(value: Any) -> re.Pattern[str] | None:
+    """Which addresses may be replied to."""
+    if isinstance(value, bool):
+        return _ANY if value else None
+    instead = r'write True, or what whole addresses must match, e.g. reply=r"replies\..*"'
+    if not isinstance(value, str):
+        raise _Refused(f" is {value!r}", instead)
+    try:
+        return re.compile(value)
+    except re.error as error:
+        raise _Refused(f" is {value!r}, which is no regular expression ({error})", instead) from None
+
+
+def _destination(value: Any) -> str:
+    try:
+        split_source(value)
+    except BadSource as error:
+        raise _Refused(f": {error.problem}", error.instead) from None
+    if is_pattern(value):
+        raise _Refused(f" is {value!r}, which stands for many topics", "name one of them")
+    return str(value)
+
+
+def _exceptions(value: Any) -> tuple[type[Exception], ...]:
+    if not isinstance(value, tuple) or not all(isinstance(v, type) and issubclass(v, Exception) for v in value):
+        raise _Refused(f" is {value!r}", "write a tuple of exception classes, e.g. fail_on=(ValueError,)")
+    return value
+
+
+def _read_by(check: Callable[[Any], Any], default: Any = None) -> Any:
+    return field(default=default, metadata={"check": check})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """The options of one handler, checked, times in seconds."""
+    """The options of one handler that are values, checked in this order, times in seconds. The others are functions and
+    places in the message, which `planning.py` checks."""
 
-    group_size: int | None = None
-    concurrency: int | None = None
-    consumer_group: str | None = None
-    retain: float = 14 * 86_400.0
-    retain_dead: float | None = None
-    retain_dead_body: float | None = None
-    wait: float = 10.0
-    timeout: float = 30.0
-    max_attempts: int = 5
-    backoff: Backoff = Backoff()
-    lease: float = 30.0
-    version: str | None = None
-    max_duration: float | None = None
-    settle: Literal["claimed", "finished"] = "claimed"
-    fail_on: tuple[type[Exception], ...] = ()
-    reply: re.Pattern[str] | None = None
-    dead_letter_to: str | None = None
-    max_age: float | None = None
+    group_size: int | None = _read_by(_integer(MAX_GROUP))
+    concurrency: int | None = _read_by(_integer(1_000))
+    consumer_group: str | None = _read_by(_text)
+    retain: float = _read_by(_positive, 14 * 86_400.0)
+    retain_dead: float | None = _read_by(_positive)
+    retain_dead_body: float | None = _read_by(_positive)
+    wait: float = _read_by(_seconds, 10.0)
+    timeout: float = _read_by(_run, 30.0)
+    max_attempts: int = _read_by(_integer(1_000), 5)
+    backoff: Backoff = _read_by(_backoff, Backoff())
+    lease: float = _read_by(_lease, 30.0)
+    version: str | None = _read_by(_version)
+    settle: Literal["claimed", "finished"] = _read_by(_settle, "claimed")
+    max_duration: float | None = _read_by(_positive)
+    fail_on: tuple[type[Exception], ...] = _read_by(_exceptions, ())
+    reply: re.Pattern[str] | None = _read_by(_reply)
+    dead_letter_to: str | None = _read_by(_destination)
+    max_age: float | None = _read_by(_positive)
 
 
 def check_known(handler: str, given: Mapping[str, Any]) -> None:
@@ -152,27 +258,14 @@ def check_known(handler: str, given: Mapping[str, Any]) -> None:
 
 def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
     """Check the options and turn times into seconds. Raises HandlerError."""
-    read: dict[str, Callable[[str, str, Any], Any]] = {
-        "group_size": lambda h, o, v: _integer(h, o, v, 1, MAX_GROUP),
-        "concurrency": lambda h, o, v: _integer(h, o, v, 1, 1_000),
-        "consumer_group": _text,
-        "retain": _positive,
-        "retain_dead": _positive,
-        "retain_dead_body": _positive,
-        "wait": _seconds,
-        "timeout": _run,
-        "max_attempts": lambda h, o, v: _integer(h, o, v, 1, 1_000),
-        "backoff": _backoff,
-        "lease": _lease,
-        "version": _version,
-        "settle": lambda h, o, v: _one_of(h, o, v, "claimed", "finished"),
-        "max_duration": _positive,
-        "fail_on": _exceptions,
-        "reply": _reply,
-        "dead_letter_to": _destination,
-        "max_age": _positive,
-    }
-    return Resolved(**{name: check(handler, name, given[name]) for name, check in read.items() if name in given})
+    read = {}
+    for name, check in ((each.name, each.metadata["check"]) for each in fields(Resolved) if each.name in given):
+        try:
+            read[name] = check(given[name])
+        except _Refused as refused:
+            problem, instead = refused.args
+            raise HandlerError(handler, f"`{name}`{problem}", instead) from None
+    return Resolved(**read)
 
 
 def check_pauses(handler: str, options: Resolved) -> None:
@@ -185,109 +278,3 @@ def check_pauses(handler: str, options: Resolved) -> None:
             "minutes in all",
             'lower `backoff` or `max_attempts`, or write settle="claimed", which settles the message at its claim',
         )
-
-
-def _integer(handler: str, option: str, value: Any, least: int, most: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise HandlerError(handler, f"`{option}` is {value!r}", f"write a whole number from {least} to {most:,}")
-    return value
-
-
-def _text(handler: str, option: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise HandlerError(handler, f"`{option}` is {value!r}", "write a string")
-    return value
-
-
-def _version(handler: str, option: str, value: Any) -> str:
-    if value == ANY_VERSION:
-        raise HandlerError(
-            handler, f'`{option}` is "{ANY_VERSION}", which marks sagas that a person resumed', 'write e.g. "2"'
-        )
-    return _text(handler, option, value)
-
-
-def _seconds(handler: str, option: str, value: Any) -> float:
-    try:
-        return parse_duration(value)
-    except ConfigurationError as error:
-        raise HandlerError(handler, f"`{option}`", str(error)) from None
-
-
-def _positive(handler: str, option: str, value: Any) -> float:
-    seconds = _seconds(handler, option, value)
-    if seconds == 0:
-        raise HandlerError(handler, f"`{option}` is zero", 'write a duration above 0, e.g. "30s"')
-    return seconds
-
-
-def _run(handler: str, option: str, value: Any) -> float:
-    seconds = _positive(handler, option, value)
-    if seconds > MAX_RUN:
-        raise HandlerError(handler, f"`{option}` is longer than 20 days", 'write a shorter one, e.g. "30s"')
-    return seconds
-
-
-def _lease(handler: str, option: str, value: Any) -> float:
-    seconds = _run(handler, option, value)
-    if seconds < MIN_LEASE:
-        raise HandlerError(handler, f"`{option}` is shorter than {MIN_LEASE:g} s", 'write a longer one, e.g. "30s"')
-    return seconds
-
-
-def _one_of(handler: str, option: str, value: Any, *allowed: str) -> str:
-    if value not in allowed:
-        raise HandlerError(handler, f"`{option}` is {value!r}", "write " + " or ".join(f'"{a}"' for a in allowed))
-    return str(value)
-
-
-def _backoff(handler: str, option: str, value: Any) -> Backoff:
-    if isinstance(value, Backoff):
-        return value
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, tuple | list) or len(parts) != 2:
-        raise HandlerError(
-            handler,
-            f"`{option}` is {value!r}",
-            'write the first pause and the longest, e.g. "0.5s, 30s", or a Backoff',
-        )
-    first, cap = (_seconds(handler, option, part) for part in parts)
-    try:
-        return Backoff(first, cap=cap)
-    except ConfigurationError as error:
-        raise HandlerError(handler, f"`{option}`", str(error)) from None
-
-
-def _reply(handler: str, option: str, value: Any) -> re.Pattern[str] | None:
-    """Which addresses may be replied to."""
-    if isinstance(value, bool):
-        return _ANY if value else None
-    instead = rf'write True, or what whole addresses must match, e.g. {option}=r"replies\..*"'
-    if not isinstance(value, str):
-        raise HandlerError(handler, f"`{option}` is {value!r}", instead)
-    try:
-        return re.compile(value)
-    except re.error as error:
-        raise HandlerError(
-            handler, f"`{option}` is {value!r}, which is no regular expression ({error})", instead
-        ) from None
-
-
-def _destination(handler: str, option: str, value: Any) -> str:
-    try:
-        split_source(value)
-    except BadSource as error:
-        raise HandlerError(handler, f"`{option}`: {error.problem}", error.instead) from None
-    if is_pattern(value):
-        raise HandlerError(handler, f"`{option}` is {value!r}, which stands for many topics", "name one of them")
-    return str(value)
-
-
-def _exceptions(handler: str, option: str, value: Any) -> tuple[type[Exception], ...]:
-    if not isinstance(value, tuple) or not all(isinstance(v, type) and issubclass(v, Exception) for v in value):
-        raise HandlerError(
-            handler,
-            f"`{option}` is {value!r}",
-            f"write a tuple of exception classes, e.g. {option}=(ValueError,)",
-        )
-    return value
