@@ -1,57 +1,21 @@
-"""The rules of one message, as pure functions and one table. Time and chance come in as numbers.
+"""The rules of one message, as pure functions. Time and chance come in as numbers.
 
 Theory of operation. A claim finds a key in one of three conditions: it was free (now it is ours), a rival holds it
 uncommitted, or there is a record. `judge` turns that into a verdict; the engine acts on it and reports an outcome;
-`settle` says what the worker does with the delivery. TRANSITIONS is documentation: no engine reads it. One test
-compares it with what workers write, another with the diagram in docs/protocol.md.
+`settle` says what the worker does with the delivery. How a record moves from state to state is in docs/protocol.md.
 """
 
 from __future__ import annotations
 
-from enum import Enum, StrEnum
+from enum import Enum
 from typing import Final
 
 from idemconsumer.errors import Reject, Retry
 from idemconsumer.redaction import error_text
-from idemconsumer.rules.values import ENDED, Found, Mark, Outcome, OutcomeKind, Record, State
+from idemconsumer.rules.values import Found, Mark, Outcome, OutcomeKind, Record, State
 
 MAX_CONTENTION: Final = 3_600.0  # seconds of nothing but collisions, until a person is to look (B15)
 _MOST_TEXT: Final = 4_000  # characters
-
-
-class Event(StrEnum):
-    """What moves a record."""
-
-    CLAIM = "claim"
-    COMPLETE = "complete"
-    REJECT = "reject"
-    EXHAUST = "exhaust"
-    RETRY = "retry"
-    REJECT_UNDO = "reject, steps done"
-    UNDONE = "undone"
-
-
-TRANSITIONS: Final[dict[tuple[State | None, Event], State]] = {
-    (None, Event.CLAIM): State.PROCESSING,
-    (State.PENDING, Event.CLAIM): State.PROCESSING,
-    (State.PROCESSING, Event.COMPLETE): State.COMPLETED,
-    (State.PROCESSING, Event.REJECT): State.FAILED,
-    (State.PROCESSING, Event.EXHAUST): State.DEAD,
-    (State.PROCESSING, Event.RETRY): State.PENDING,
-    (State.PROCESSING, Event.REJECT_UNDO): State.UNDOING,
-    (State.UNDOING, Event.UNDONE): State.FAILED,
-    (State.UNDOING, Event.EXHAUST): State.DEAD,
-}
-
-
-def diagram() -> str:
-    """TRANSITIONS as a Mermaid state diagram; the docs hold exactly this text."""
-    arrows = [
-        f"    {'[*]' if state is None else state.name} --> {after.name}: {event}"
-        for (state, event), after in TRANSITIONS.items()
-    ]
-    ends = [f"    {state.name} --> [*]" for state in ENDED]
-    return "\n".join(["stateDiagram-v2", *arrows, *ends])
 
 
 class Verdict(Enum):

@@ -12,8 +12,8 @@ import pytest
 
 from idemconsumer import App, Message, OutcomeKind, Reject, Saga, Tx
 from idemconsumer.rules.values import State
-from idemconsumer.rules.verdicts import TRANSITIONS, Event
 from tests.support.ledger import Ledger
+from tests.support.transitions import TRANSITIONS, Event
 
 WATCH = """
 create table move (before smallint, after smallint);

@@ -9,17 +9,16 @@ from hypothesis import strategies as st
 from idemconsumer.message.message import StoredResult
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import (
-    TRANSITIONS,
     Failure,
     Settlement,
     Verdict,
     after_failure,
     backoff,
-    diagram,
     judge,
     settle,
 )
 from tests.support import ROOT
+from tests.support.transitions import TRANSITIONS, diagram
 
 FINAL = (State.COMPLETED, State.FAILED, State.DEAD)
 
