@@ -20,7 +20,7 @@ from idemconsumer.forks import PerLoop
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import TENANT, BoundHandler, given_key
 from idemconsumer.message import codecs
-from idemconsumer.message.parents import PARENT
+from idemconsumer.message.origin import PARENT
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.ports.handler import Done, NotDone, Tx
 from idemconsumer.rules.values import Signalled

@@ -16,9 +16,9 @@ from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.handlers.handler import NO_HEADERS, OURS, BoundHandler, Call, HandlerPlan
 from idemconsumer.handlers.options import RAW_BYTES
 from idemconsumer.message import codecs
-from idemconsumer.message.accepted import ACCEPTED, TOKEN_BYTES
 from idemconsumer.message.keys import Key, KeySpec, describe
 from idemconsumer.message.message import Message
+from idemconsumer.message.origin import ACCEPTED, TOKEN_BYTES
 from idemconsumer.message.queues import GROUP, TOKEN
 from idemconsumer.message.replies import MESSAGE_ID
 from idemconsumer.message.sources import consumes

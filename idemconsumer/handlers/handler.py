@@ -15,15 +15,13 @@ from idemconsumer.handlers.options import Resolved
 from idemconsumer.handlers.signature import Signature
 from idemconsumer.hashing import HASHING
 from idemconsumer.message import codecs, keys
-from idemconsumer.message.accepted import ACCEPTED, token_of
 from idemconsumer.message.decoders import DecodeHook
 from idemconsumer.message.delivered import held_size, size_of
 from idemconsumer.message.envelopes import Unwrap
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message, Subscription
 from idemconsumer.message.names import StoredName
-from idemconsumer.message.origin import ORIGIN
-from idemconsumer.message.parents import PARENT
+from idemconsumer.message.origin import ACCEPTED, ORIGIN, PARENT, token_of
 from idemconsumer.ports.handler import Saga, Tx
 from idemconsumer.ports.store import Claim
 from idemconsumer.settings import Settings

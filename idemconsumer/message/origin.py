@@ -1,4 +1,5 @@
-"""The origin of a message that was taken over from another broker, as a header of the one in our own queue."""
+"""Headers of ours: the origin of a message that was moved into our own queue; which record waits for one that was
+accepted (H46); which saga has sent one that begins another (L80)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from idemconsumer.message.message import Message
 from idemconsumer.message.queues import GROUP
 
 ORIGIN: Final = "idemconsumer-origin"
+ACCEPTED: Final = "idemconsumer-accepted"
+PARENT: Final = "idemconsumer-parent"
+TOKEN_BYTES: Final = 16
 
 
 class Pending(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -86,3 +90,23 @@ def _origin(message: Message) -> _Origin | None:
     except (KeyError, TypeError, msgspec.MsgspecError, RecursionError, ValueError):
         return None
     return origin
+
+
+def token_of(message: Message) -> bytes | None:
+    """What nobody can guess, and only an accepted message and its record have. None where it has none, or something
+    else under that name."""
+    given = message.headers.get(ACCEPTED)
+    token = _from_hex(given.decode("utf-8", "replace") if isinstance(given, bytes) else given)
+    return token if token is not None and len(token) == TOKEN_BYTES else None
+
+
+def parent_of(message: Message) -> bytes | None:
+    """The stored key of the saga that began this one. Only a message of a handler's own queue says so."""
+    return _from_hex(message.headers.get(PARENT)) if message.source.startswith("postgres:~") else None
+
+
+def _from_hex(given: str | bytes | None) -> bytes | None:
+    try:
+        return bytes.fromhex(given) if isinstance(given, str) else None
+    except ValueError:
+        return None

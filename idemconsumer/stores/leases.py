@@ -22,7 +22,7 @@ from idemconsumer.message import codecs, keys
 from idemconsumer.message.delivered import encode_delivered, with_delivered
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message, StoredResult
-from idemconsumer.message.parents import parent_of
+from idemconsumer.message.origin import parent_of
 from idemconsumer.ports.leases import Begun, Kinship, LeasedSaga, Look
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.saga import ANY_VERSION, CANCELLED, CONFLICT

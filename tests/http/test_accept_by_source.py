@@ -12,7 +12,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from idemconsumer import App, ConfigurationError, Key, Result, Tx
 from idemconsumer.http import AcceptLater
-from idemconsumer.message.accepted import ACCEPTED
+from idemconsumer.message.origin import ACCEPTED
 from idemconsumer.ports.observer import Point
 from tests.http.site import Client, by_header, client, problem
 from tests.support.brokers import Brokers

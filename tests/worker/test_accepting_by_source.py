@@ -13,10 +13,10 @@ from idemconsumer.admin.keys import Keys
 from idemconsumer.app.sending import check_via
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
-from idemconsumer.message.accepted import ACCEPTED
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message as Sent
+from idemconsumer.message.origin import ACCEPTED
 from idemconsumer.message.replies import MESSAGE_ID
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.values import OutcomeKind, State
