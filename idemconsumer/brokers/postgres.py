@@ -77,6 +77,9 @@ def enqueuing(schema: str, name: str, message: Outgoing) -> tuple[bytes, dict[st
 
 
 class PostgresBroker:
+    """See `ports.Broker`. It is in the database that has the records: what its session has open serves its process as
+    well (O13)."""
+
     hands_over = False
 
     def __init__(self, settings: Settings) -> None:
@@ -97,15 +100,18 @@ class PostgresBroker:
         self._wake = wake
 
     def tell(self, told: Callable[[], None]) -> None:
-        """See `ports.InTheDatabase`."""
+        """`told` is called when somebody has decided about handlers or workers. To be called before a session is
+        opened. Nothing may depend on it: some sessions hear nothing."""
         self._told = told
 
     def relay_by(self, wake: Callable[[str], None]) -> None:
-        """See `ports.InTheDatabase`."""
+        """`wake` is called with a destination to which something can be relayed, or with "" where that is not known
+        (X8). As `tell`."""
         self._relay = wake
 
     async def ask(self, statement: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """See `ports.InTheDatabase`."""
+        """The rows of a short statement, by its name. Raises StoreUnavailable, also while no session is open; ends no
+        session."""
         for session in self._sessions:
             return await session.ask(statement, params)
         raise StoreUnavailable("no session of the Postgres queue is open")
@@ -526,7 +532,7 @@ class PostgresSession:
             raise SessionEnded(f"{_sources(self._queues)}: {self._lost}") from error
 
     async def ask(self, statement: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """See `ports.InTheDatabase`. A lock that somebody holds costs what else is to be sent a few seconds."""
+        """See `PostgresBroker`. A lock that somebody holds costs what else is to be sent a few seconds."""
         try:
             async with self._writing():
                 cursor = await self._connection.execute(self._statements[statement], params)

@@ -310,26 +310,6 @@ class Relaying(Protocol):
 
 
 @runtime_checkable
-class InTheDatabase(Protocol):
-    """A broker in the database that has the records: what its session has open serves its process as well (O13)."""
-
-    def tell(self, told: Callable[[], None]) -> None:
-        """`told` is called when somebody has decided about handlers or workers. To be called before a session is
-        opened. Nothing may depend on it: some sessions hear nothing."""
-        ...
-
-    def relay_by(self, wake: Callable[[str], None]) -> None:
-        """`wake` is called with a destination to which something can be relayed, or with "" where that is not known
-        (X8). As `tell`."""
-        ...
-
-    async def ask(self, statement: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """The rows of a short statement, by its name. Raises StoreUnavailable, also while no session is open; ends no
-        session."""
-        ...
-
-
-@runtime_checkable
 class KnowsLag(Protocol):
     """A session that can say how far it is behind."""
 

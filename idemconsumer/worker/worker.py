@@ -15,12 +15,13 @@ from idemconsumer import forks
 from idemconsumer.admin.orphans import Sagas
 from idemconsumer.brokers.connecting import connect
 from idemconsumer.brokers.due_sagas import SCHEME, DueSagas
+from idemconsumer.brokers.postgres import PostgresBroker
 from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
 from idemconsumer.message.message import Subscription
-from idemconsumer.ports.broker import BesideSagas, Bounds, Broker, BytesInHand, InTheDatabase
+from idemconsumer.ports.broker import BesideSagas, Bounds, Broker, BytesInHand
 from idemconsumer.ports.leases import Runs
 from idemconsumer.ports.observer import NullObserver, Observer
 from idemconsumer.ports.positions import KeepsPositions
@@ -318,7 +319,7 @@ class Worker:
         upkeep = [asyncio.create_task(retention.run()), asyncio.create_task(deadlines.run())]
         upkeep += map(asyncio.create_task, self._reporting.begin(feeds, lanes, memory, retention, conditions))
         for broker in self._brokers.values():
-            if isinstance(broker, InTheDatabase):
+            if isinstance(broker, PostgresBroker):
                 broker.tell(steering.told)
                 if relay is not None:
                     broker.relay_by(relay.wake)
