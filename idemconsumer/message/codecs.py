@@ -16,7 +16,7 @@ import msgspec
 from msgspec import inspect as types
 
 from idemconsumer.errors import BadMessage, Reject
-from idemconsumer.message import contents, forms, models, read_back
+from idemconsumer.message import contents, forms, models
 from idemconsumer.message.fields import fields
 from idemconsumer.message.message import Result, StoredResult
 
@@ -253,7 +253,7 @@ def _lost(value: Any, written: bytes, compared: bool) -> tuple[str | None, bool]
     if (lost := _always_lost(cls)) is not None or not compared:
         return lost, True
     try:
-        return read_back.difference(_decoder_of(cls)(written), value)
+        return contents.difference(_decoder_of(cls)(written), value)
     except (BadMessage, TypeError) as error:
         return f"{getattr(error, 'detail', error)}; correct the types of its fields, or how they are written", True
     except RecursionError as error:

@@ -22,7 +22,7 @@ from idemconsumer.message.message import Message
 
 Form: TypeAlias = "str | int | float | bool | msgspec.Raw | list[Form] | dict[str, Form] | None"
 
-_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
+SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _NAMES: Final = frozenset({str})
 _ASTERISKS: Final = "**********"
 
@@ -37,10 +37,10 @@ def plain(value: object) -> object:
     """All of it by the names and in the shapes that it has on the wire. What has no such form is left as it is."""
     value = opened(value)
     if type(value) is dict:
-        simple = _SCALARS.issuperset(map(type, value.values()))
+        simple = SCALARS.issuperset(map(type, value.values()))
         return value if simple else {name: plain(each) for name, each in value.items()}
     if type(value) is list:
-        return value if _SCALARS.issuperset(map(type, value)) else list(map(plain, value))
+        return value if SCALARS.issuperset(map(type, value)) else list(map(plain, value))
     return value
 
 
@@ -53,7 +53,7 @@ def form(value: Any, *, secrets: bool = False) -> Form:
         if not math.isfinite(value):
             raise TypeError("JSON has no such number")
         return int(value) if value.is_integer() else value
-    if cls in _SCALARS or cls is msgspec.Raw:
+    if cls in SCALARS or cls is msgspec.Raw:
         return value  # type: ignore[no-any-return]
     if models.is_root(cls):
         return form(value.root, secrets=secrets)
@@ -68,7 +68,7 @@ def form(value: Any, *, secrets: bool = False) -> Form:
         if isinstance(value, Mapping) and len(part) < len(value):
             raise TypeError("two keys have the same text")
         return {name: form(each, secrets=secrets) for name, each in part.items()}
-    if type(part) in _SCALARS:
+    if type(part) in SCALARS:
         return form(part)
     raise TypeError("nothing says what it is")
 
@@ -111,7 +111,7 @@ _defaults: Final[Callable[[type], Mapping[str, Form]]] = lru_cache(maxsize=1_024
 def opened(value: Any) -> Any:
     """A dict by names, a list, or a scalar of JSON. What has no such form is left as it is."""
     cls: Any = type(value)
-    if cls in _SCALARS or cls is list or (cls is dict and _NAMES.issuperset(map(type, value))):
+    if cls in SCALARS or cls is list or (cls is dict and _NAMES.issuperset(map(type, value))):
         return value
     return _opener(cls)(value)
 
