@@ -12,9 +12,8 @@ from idemconsumer.handlers.handler import FingerprintOf, HandlerPlan, OrderOf, S
 from idemconsumer.handlers.options import RAW_BYTES, Options, Resolved, check_known, check_pauses, resolve
 from idemconsumer.handlers.signature import Signature, read_signature, returned
 from idemconsumer.message import codecs, keys, models, replies
-from idemconsumer.message.decoders import DecodeHook, hooked
+from idemconsumer.message.decoders import DecodeHook, hooked, is_async, takes
 from idemconsumer.message.envelopes import ENVELOPES, Unwrap, unwrapper
-from idemconsumer.message.functions import is_async, takes
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
 from idemconsumer.message.paths import ByAttribute

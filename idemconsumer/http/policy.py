@@ -13,7 +13,7 @@ from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.handlers.durations import MAX_RUN, parse_duration
 from idemconsumer.http.messages import Request, Response
 from idemconsumer.message import keys
-from idemconsumer.message.functions import is_async, takes
+from idemconsumer.message.decoders import is_async, takes
 from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Done, Duration, NotDone, Unknown

@@ -1,11 +1,13 @@
-"""Decoders of the user's, `decode=`: what their errors say about the message that was to be read (D26)."""
+"""Functions of the user's that are called with values from a message: what can be said of them at import, and what an
+error of `decode=` says about the message that was to be read (D26)."""
 
 from __future__ import annotations
 
 import errno
+import inspect
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from idemconsumer.errors import BadMessage, NotReadNow, Retry, Unavailable
 from idemconsumer.message.message import Message
@@ -18,6 +20,25 @@ _AWAY: Final = (ConnectionError, TimeoutError, socket.gaierror, Unavailable)
 _NUMBERS: Final = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EMFILE, errno.ENFILE, errno.ENOBUFS}
 )
+
+
+def is_async(function: object) -> bool:
+    """Whether it returns a coroutine, as far as it can be seen."""
+    call = getattr(function, "__call__", None)  # noqa: B004 - not whether it can be called, but what is
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def takes(function: Callable[..., Any], arguments: int) -> bool:
+    """Whether it can be called with so many. True for one that does not say, as some builtins."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def hooked(decode: DecodeHook) -> DecodeHook:

@@ -21,7 +21,7 @@ from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.hashing import HASHING
 from idemconsumer.message import contents, digits, forms, paths
 from idemconsumer.message.codecs import without_mark
-from idemconsumer.message.functions import is_async, takes
+from idemconsumer.message.decoders import is_async, takes
 from idemconsumer.message.message import PROPERTIES, Message
 
 MAX_KEY_BYTES = 1_024
