@@ -222,7 +222,6 @@ class Session(Protocol):
     @property
     def losses_count(self) -> bool:
         """Whether its broker counts what is lost with it as delivered, and drops what was delivered too often."""
-        ...
 
     async def fetch(self) -> Sequence[Delivery]:
         """The next deliveries; waits a short time (about a second at most) and may be empty.
@@ -232,30 +231,24 @@ class Session(Protocol):
         on, and stays a member of its group. Called by one task, which is never cancelled: it ends by
         SessionEnded, raised after a loss or `close()`; or by ConfigurationError, when no further one is to be opened.
         """
-        ...
 
     async def settle(self, deliveries: Sequence[Delivery]) -> None:
         """Tell the broker, in batches, that these are finished. Ignores deliveries of an ended epoch, and any loss."""
-        ...
 
     async def release(self, deliveries: Sequence[Delivery]) -> None:
         """Give back deliveries that never started, if the broker can take them back at no cost."""
-        ...
 
     async def idle(self) -> bool:
         """Whether the broker has nothing more for this session (for --until-empty); what it holds does not count."""
-        ...
 
     async def stop_fetching(self) -> Sequence[Delivery]:
         """First half of a drain: no new deliveries from now on; memberships, acks and visibility are kept up.
 
         Returns those that `fetch` has not brought, and whose return would count as a delivery (D11). What else has
         arrived is given back."""
-        ...
 
     async def close(self) -> None:
         """Second half: make settlements durable (commit offsets, flush acks), then leave. Bounded in time."""
-        ...
 
 
 class Broker(Protocol):
@@ -264,25 +257,20 @@ class Broker(Protocol):
     @property
     def hands_over(self) -> bool:
         """Whether its sessions may set `take_over` on a delivery, so that each handler needs a queue of its own."""
-        ...
 
     def feed(self, subscription: Subscription) -> str:
         """Subscriptions with the same feed name share one session (Kafka: the consumer group)."""
-        ...
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> Session: ...
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         """Publish to a topic or queue; returns when the broker has confirmed all of them."""
-        ...
 
     async def check_destination(self, name: str) -> None:
         """Publishes nothing. Raises BrokerUnavailable where `publish` would: unreachable, or missing."""
-        ...
 
     async def check(self, subscription: Subscription) -> list[Finding]:
         """Findings: is it reachable, does the source exist, do limits lose messages. Never raises for what it finds."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -294,7 +282,6 @@ class Replying(Protocol):
     async def reply(self, replies: Sequence[Reply]) -> list[Unsent | None]:
         """Send all at once, and wait until the broker has confirmed each: None; else what is known. Their ids differ.
         Raises nothing of the broker's. It connects nowhere but where the requests came from."""
-        ...
 
 
 @runtime_checkable
@@ -306,7 +293,6 @@ class Relaying(Protocol):
         it refuses for that message's own sake. Behind one that is not confirmed nothing of its order is sent (X5): of
         its record key, of its group in a FIFO queue, of its message id. What is given up after a time may still get
         there. Raises BrokerUnavailable and ConfigurationError, and then some may be there."""
-        ...
 
 
 @runtime_checkable
@@ -316,7 +302,6 @@ class KnowsLag(Protocol):
     async def lag(self, *, whole: bool) -> Mapping[str, Lag]:
         """By source; of whole sources only if asked to, since every session would say the same. What cannot be told now
         is left out, and the session goes on as if nobody had asked. May be cancelled."""
-        ...
 
 
 @runtime_checkable
@@ -326,7 +311,6 @@ class KnowsSilence(Protocol):
     @property
     def silence(self) -> float | None:
         """For how many seconds the server has been silent, if that is longer than it should be (O33)."""
-        ...
 
 
 @runtime_checkable
@@ -336,17 +320,13 @@ class BesideSagas(Protocol):
     def wake_sagas_by(self, wake: Callable[[], None]) -> None:
         """`wake` is called when a signal has made a saga due. To be called before a session is opened. Nothing may
         depend on it: some sessions hear nothing."""
-        ...
 
     @property
     def queues(self) -> Sequence[str]:
         """The names of those that the open sessions read, and have been able to read of late."""
-        ...
 
     def looked(self, found: Mapping[str, float]) -> None:
         """Tell it what a look at these queues has found, as in `ports.leases.Look`."""
-        ...
 
     def held_up(self) -> None:
         """Tell it that a look at these queues has not come back: it is to look itself (L67)."""
-        ...

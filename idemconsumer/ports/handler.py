@@ -38,19 +38,15 @@ class Rows(Protocol[R]):
         """How many rows the statement returned or changed; -1 if Postgres does not report it. This cannot wait: if the
         statement was sent without waiting and has no answer yet, this run ends here, and a new run waits for that
         statement."""
-        ...
 
     async def first(self) -> R | None:
         """Return the next unread row, or None if there is none."""
-        ...
 
     async def one(self) -> R:
         """Return the only row. Raises LookupError if there is none, or more than one."""
-        ...
 
     async def all(self) -> list[R]:
         """Return all unread rows."""
-        ...
 
 
 class Tx(Protocol):
@@ -73,16 +69,13 @@ class Tx(Protocol):
         more with statements that wait, so the error is raised here all the same; whatever the handler does outside the
         database then happens again. A statement whose `rowcount` is read is waited for from then on.
         """
-        ...
 
     @overload
     async def execute(self, query: LiteralString, params: Params = ..., *, into: type[T]) -> Rows[T]:
         """As above, with each row as an `into`."""
-        ...
 
     async def send(self, query: LiteralString, params: Params = ...) -> None:
         """Like `execute`, for a statement whose rows are never read: even its first run does not wait for an answer."""
-        ...
 
     @property
     def connection(self) -> Any:
@@ -91,7 +84,6 @@ class Tx(Protocol):
         The connection, and everything made from it, raises HandlerFault once the handler has ended. Changes to its
         session are reset before the next message. Ending its transaction undoes the whole group.
         """
-        ...
 
 
 class Batch(Protocol[T_co]):
@@ -110,31 +102,24 @@ class Batch(Protocol[T_co]):
 
     def __len__(self) -> int:
         """How many items there are; at least one."""
-        ...
 
     def __iter__(self) -> Iterator[T_co]:
         """The payloads."""
-        ...
 
     def __getitem__(self, i: int, /) -> T_co:
         """The payload of item `i`, from 0."""
-        ...
 
     def message(self, i: int, /) -> Message:
         """Return the message of item `i`, with its key, headers and attempt."""
-        ...
 
     def result(self, i: int, value: object, /) -> None:
         """Store `value` for item `i` and its duplicates, as the return value of a single-message handler is stored."""
-        ...
 
     def reject(self, i: int, /, code: str, body: object = None) -> None:
         """Refuse item `i` for good, as `raise Reject(code, body)` does in a handler of one message."""
-        ...
 
     def retry(self, i: int, /, after: str | float | timedelta | None = None) -> None:
         """Run item `i` again after seconds, a duration or the backoff, as `raise Retry(after=after)` does."""
-        ...
 
 
 S = TypeVar("S")
@@ -148,18 +133,15 @@ class Step(Protocol):
     @property
     def key(self) -> UUID:
         """The key that the remote must remember: the same for every attempt, another one for the step's undo."""
-        ...
 
     @property
     def attempt(self) -> int:
         """How many times this step has called the remote, this call included. An undo continues the count."""
-        ...
 
     @property
     def headers(self) -> Mapping[str, str]:
         """The headers that carry the trace of this call; send them with it. They are `traceparent` and those that the
         program's propagators add. Empty unless `tracing` is on."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +192,10 @@ class Saga(Protocol):
     @property
     def recovery_point(self) -> str | None:
         """The name of the step that finished last; None before the first."""
-        ...
 
     async def patched(self, name: str) -> bool:
         """Return whether this saga takes the changed flow: True, unless it has already passed this place without the
         change. The answer is recorded once for each saga, so it stays the same."""
-        ...
 
     async def tx(
         self,
@@ -233,7 +213,6 @@ class Saga(Protocol):
 
         `timeout` (at most the handler's), `max_attempts`, `backoff` and `args_may_differ` are as for `call`.
         """
-        ...
 
     async def call(
         self,
@@ -262,12 +241,10 @@ class Saga(Protocol):
         becomes a dead letter with the reason `saga_changed` before anything new happens. `args_may_differ` turns this
         comparison off.
         """
-        ...
 
     async def sleep(self, name: str, duration: Duration, /) -> None:
         """Go on after `duration`: seconds, or a text such as "3d". The end is computed once, by the database's clock.
         Meanwhile no worker runs the saga. Afterwards any worker resumes it, at no cost of an attempt."""
-        ...
 
     @overload
     async def wait(self, name: str, /, *, timeout: Duration | None = ..., signal: str | None = ...) -> Any:
@@ -278,7 +255,6 @@ class Saga(Protocol):
         recorded, the timeout stays. Without a `timeout` the saga waits for a hundred years. `signal` is the signal's
         name if it differs from the step's name: several waits for one signal need different step names.
         """
-        ...
 
     @overload
     async def wait(
@@ -291,7 +267,6 @@ class Saga(Protocol):
         signal: str | None = ...,
     ) -> S:
         """As above, with the payload as an `into`."""
-        ...
 
     async def first(self, **waits: Coroutine[Any, Any, Any]) -> First:
         """Wait until the first of several waits is over. The waits are `saga.wait(…)`, `saga.sleep(…)` and
@@ -301,7 +276,6 @@ class Saga(Protocol):
         The same commit records the first one and closes the others: a signal that comes for them later stays for
         another wait. Raises SagaMisused for any other coroutine, since a step with an effect cannot be closed.
         """
-        ...
 
     async def start(
         self,
@@ -325,7 +299,6 @@ class Saga(Protocol):
         COMPLETED, `undo(tx, child, payload)` runs in a transaction, to compensate for it. Without an `undo`, the child
         is left alone.
         """
-        ...
 
     async def result(self, name: str, child: Child[S], /, *, timeout: Duration | None = None) -> S:
         """Return the result of a saga that this one has started, decoded by its annotation. Until the child has ended,
@@ -334,7 +307,6 @@ class Saga(Protocol):
         Raises Reject, with the child's code and body, if the child was rejected or cancelled. Raises SignalTimeout if
         it has not ended by the end of `timeout` nor when a worker then checks. Once recorded, either stays.
         """
-        ...
 
     async def all(self, branches: Iterable[Coroutine[Any, Any, S]], /, *, limit: int = 10) -> list[S]:
         """Run coroutines side by side, such as `saga.call(…)` not awaited yet, at most `limit` at a time. Returns their
@@ -345,4 +317,3 @@ class Saga(Protocol):
         finish, and the first exception in the order given is raised. Any other end of a step cancels the rest and ends
         the run.
         """
-        ...

@@ -44,14 +44,12 @@ class Positions(Protocol):
 
     async def read(self, cluster: str, group: str, topics: Sequence[str]) -> tuple[datetime, Mapping[Place, Kept]]:
         """When the server that answers was started, and what it knows."""
-        ...
 
     async def begin(
         self, cluster: str, group: str, histories: Mapping[Place, Kept], server: datetime
     ) -> Mapping[Place, int]:
         """Put on record that these are being read: a history that is there goes on, any other begins at its `base`.
         Returns their counters; none if the server is another one now, and nothing was written."""
-        ...
 
     async def save(
         self, cluster: str, group: str, positions: Mapping[Place, Reached], server: datetime
@@ -59,20 +57,16 @@ class Positions(Protocol):
         """Save the position in each history; returns their counters. Missing is what has another history by now; all
         are missing when the server is another one. Who has `left` goes off the record, unless somebody else has
         written since."""
-        ...
 
     async def stop(self, cluster: str, group: str, place: Place, first: int, following: int, error: str) -> bool:
         """A reader stands before what it cannot read, from `first` up to `following`. Whether a person wants a dead
         letter in its place."""
-        ...
 
     async def leave(self, cluster: str, group: str, place: Place) -> None:
         """It could be read after all."""
-        ...
 
     async def server_started(self) -> datetime:
         """See `JoinedStore`."""
-        ...
 
 
 @runtime_checkable
@@ -81,4 +75,3 @@ class KeepsPositions(Protocol):
 
     def keep_positions_in(self, positions: Positions) -> None:
         """To be called before a session is opened."""
-        ...
