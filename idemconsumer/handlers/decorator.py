@@ -5,15 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable
 from functools import update_wrapper, wraps
-from typing import (
-    Any,
-    Generic,
-    ParamSpec,
-    Protocol,
-    TypeVar,
-    Unpack,
-    overload,
-)
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.handler import HandlerPlan
