@@ -7,10 +7,8 @@ parts, so that concatenation never makes two different (app, tenant, handler, ke
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias, get_args
@@ -19,7 +17,7 @@ import msgspec
 
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.hashing import HASHING
-from idemconsumer.message import contents, digits, forms, paths
+from idemconsumer.message import digits, forms, paths
 from idemconsumer.message.codecs import without_mark
 from idemconsumer.message.decoders import is_async, takes
 from idemconsumer.message.message import PROPERTIES, Message
@@ -293,7 +291,7 @@ def _nothing(value: object) -> bool:
 
 def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Read:
     if isinstance(spec, str):
-        return _exact(paths.compile_path(spec, payload_type, handler=handler, option=option), spec)
+        return paths.compile_path(spec, payload_type, handler=handler, option=option)
     if isinstance(spec, Key):
         match spec.kind:
             case "header":
@@ -338,29 +336,6 @@ def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Rea
     )
 
 
-def _exact(read: _Read, path: str) -> _Read:
-    """In the form that it has on the wire, and numbers with all their digits: of two that differ in the 17th, floats
-    would make one."""
-    on_the_wire = paths.compile_search(path)
-
-    def exact(message: Message, payload: object) -> object:
-        value = read(message, payload)
-        if value is None or type(value) is str or type(value) is int:
-            return value
-        with suppress(Exception):  # a value's own code
-            value = forms.plain(value)
-            if not any(float in kinds for kinds, _ in contents.levels(value)):
-                return value
-            sent = None
-            with suppress(msgspec.MsgspecError, UnicodeError, BadMessage):
-                if len(message.body) <= paths.MAX_SEARCHED_BYTES:  # R25
-                    sent = on_the_wire(digits.decode(without_mark(message.body)))
-            return digits.exact(value, sent)
-        return value
-
-    return exact
-
-
 def _header(name: str, what: str) -> _Read:
     folded = name.casefold()
 
@@ -375,11 +350,10 @@ def _header(name: str, what: str) -> _Read:
 
 def _property(name: str, handler: str, option: str) -> _Read:
     if name not in PROPERTIES:
-        near = difflib.get_close_matches(str(name), PROPERTIES, n=1)
         raise HandlerError(
             handler,
             f"`{option}` is Key.property({name!r}), and RabbitMQ has no such property",
-            (f"did you mean {near[0]!r}? " if near else "") + f"they are {', '.join(PROPERTIES)}; the message id is "
+            f"{paths.nearest(str(name), PROPERTIES)}they are {', '.join(PROPERTIES)}; the message id is "
             "Key.message_id()",
         )
     return lambda message, _: message.properties.get(name)

@@ -10,18 +10,21 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, Final, TypeAlias, Union, get_args, get_origin
 
 import jmespath
+import msgspec
 from jmespath.exceptions import JMESPathError
 from jmespath.functions import Functions
 from jmespath.visitor import TreeInterpreter
 from msgspec import inspect as types
 
 from idemconsumer.errors import BadMessage, HandlerError
-from idemconsumer.message import models
+from idemconsumer.message import contents, digits, models
+from idemconsumer.message.codecs import without_mark
 from idemconsumer.message.forms import is_there, looked_up, plain
 from idemconsumer.message.message import Message
 
@@ -59,7 +62,8 @@ class ByAttribute:
 
 
 def compile_path(expression: str, payload_type: Any, *, handler: str, option: str) -> Read:
-    """Compile `expression` into a function of (message, payload). Absent and null are both None.
+    """Compile `expression` into a function of (message, payload), whose values are in the form that they have on the
+    wire. Absent and null are both None.
 
     Raises HandlerError where the payload's type shows that the path cannot be there.
     """
@@ -81,15 +85,15 @@ def compile_path(expression: str, payload_type: Any, *, handler: str, option: st
                 f"`{option}` {expression!r} is more than a path, and decode= makes an object of another library",
                 'write a plain path of attributes, e.g. "order.id", or a function of the Message',
             )
-        return _by_attribute(names)
+        return _exact(_by_attribute(names), compiled.parsed)
     try:
         found = _resolve(names, _type_info(payload_type))
     except _NoSuchField as missing:
         raise _no_such_field(missing, expression, handler, option) from None
     if not whole:
-        return _search(compiled.parsed, expression, option)
+        return _exact(_search(compiled.parsed, expression, option), compiled.parsed)
     attributes = [each.attribute for each in found if each.attribute is not None]
-    return _attributes(attributes) if len(attributes) == len(found) else _follow(names)
+    return _exact(_attributes(attributes) if len(attributes) == len(found) else _follow(names), compiled.parsed)
 
 
 def is_sure(expression: str, payload_type: Any) -> bool:
@@ -102,19 +106,6 @@ def is_sure(expression: str, payload_type: Any) -> bool:
         return all(step.sure for names in begun for step in _resolve(names, root))
     except _NoSuchField:  # in an alternative of the expression's own, `a || b`
         return False
-
-
-def compile_search(expression: str) -> Callable[[object], object]:
-    """Find what a valid expression names in plain values. Raises BadMessage where that takes too long."""
-    parsed = jmespath.compile(expression).parsed
-
-    def search(value: object) -> object:
-        try:
-            return _Search().visit(parsed, value)
-        except Exception as error:  # noqa: BLE001 - JMESPath's own errors quote the values
-            raise BadMessage("key_invalid", f"{expression!r} raised {type(error).__name__}") from None
-
-    return search
 
 
 # ---------------------------------------------------------------------------------------------- the getters
@@ -152,6 +143,37 @@ def _by_attribute(names: Sequence[str | int]) -> Read:
         return value
 
     return read
+
+
+def _exact(read: Read, parsed: Mapping[str, Any]) -> Read:
+    """In the form that it has on the wire, and numbers with all their digits: of two that differ in the 17th, floats
+    would make one."""
+
+    def exact(message: Message, payload: object) -> object:
+        value = read(message, payload)
+        if value is None or type(value) is str or type(value) is int:
+            return value
+        with suppress(Exception):  # a value's own code
+            value = plain(value)
+            if not any(float in kinds for kinds, _ in contents.levels(value)):
+                return value
+            return digits.exact(value, _sent(message, parsed))
+        return value
+
+    return exact
+
+
+def _sent(message: Message, parsed: Mapping[str, Any]) -> object:
+    """What stands there in the body; None where that takes too long to find (R25)."""
+    if len(message.body) > MAX_SEARCHED_BYTES:
+        return None
+    try:
+        body = digits.decode(without_mark(message.body))
+    except (msgspec.MsgspecError, UnicodeError):
+        return None
+    with suppress(Exception):  # JMESPath's own errors
+        return _Search().visit(parsed, body)
+    return None
 
 
 def _search(parsed: Mapping[str, Any], expression: str, option: str) -> Read:
@@ -232,7 +254,7 @@ def _check_functions(node: Mapping[str, Any], expression: str, handler: str, opt
         raise HandlerError(
             handler,
             f"`{option}` {expression!r} calls {node['value']!r}, which is not a JMESPath function",
-            _nearest(node["value"], list(Functions.FUNCTION_TABLE)) + "use one, or a function of the Message",
+            nearest(node["value"], list(Functions.FUNCTION_TABLE)) + "use one, or a function of the Message",
         )
     for child in node.get("children", ()):
         if isinstance(child, dict):
@@ -369,10 +391,10 @@ def _no_such_field(missing: _NoSuchField, expression: str, handler: str, option:
     return HandlerError(
         handler,
         f"`{option}` {expression!r}: {missing.on} has no field {missing.name!r}",
-        f"{_nearest(missing.name, missing.known)}its fields are {', '.join(missing.known)}",
+        f"{nearest(missing.name, missing.known)}its fields are {', '.join(missing.known)}",
     )
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}? " if near else ""
