@@ -27,18 +27,6 @@ class Epoch:
     `takes_back`: what is released is free for others at once, at no cost, also while its session goes on (O14).
     """
 
-    __slots__ = (
-        "_budget",
-        "_probation",
-        "_quiet",
-        "_running",
-        "ended",
-        "retiring",
-        "returns_count",
-        "takes_back",
-        "waiting",
-    )
-
     def __init__(self, probation: int = 0, *, returns_count: bool = False, takes_back: bool = False) -> None:
         self.retiring = False
         self.ended = False
