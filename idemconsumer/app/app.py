@@ -39,8 +39,8 @@ from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.ports.handler import Duration, Tx
 from idemconsumer.ports.observer import Observer
 from idemconsumer.process.child import WORKER
+from idemconsumer.rules.saga import wrong_name
 from idemconsumer.rules.schedules import CatchUp, Schedule, checked_schedule
-from idemconsumer.rules.signals import wrong_name
 from idemconsumer.rules.values import Outcome
 from idemconsumer.settings import Settings, load
 from idemconsumer.sql.connecting import named

@@ -1,4 +1,4 @@
-"""The rules of a saga's attempts, as pure functions.
+"""The rules of a saga, as pure functions: of its attempts and its waits.
 
 Theory of operation. `start` says whether an attempt may run the handler at all. When the run has failed,
 `may_try_again` decides on another attempt; after the last one `after_last_attempt` decides how the saga ends. A refused
@@ -8,6 +8,7 @@ a guess: a person decides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from enum import Enum
 from typing import Final
@@ -32,6 +33,9 @@ MAX_DURATION: Final = "max_duration"  # the reason, or the code, of a saga that 
 CONFLICT: Final = "conflict"  # the code of a start under a key that has begun with another payload
 EXISTS: Final = "already_exists"  # the code of one with on_existing="reject" under a key that is not new
 ANY_VERSION: Final = "*"  # a person has decided that the saga may go on with the handler as it is now
+CHILD: Final = "child:"  # begins what a saga waits for until a child has ended (L47)
+GRACE: Final = 0.1  # seconds in which a handler that does not wait itself may ask for more
+_LONGEST_NAME: Final = 200  # characters
 _UNDECIDED: Final = (Fenced, StoreUnavailable, CommitUnknown, Contention)
 
 
@@ -164,3 +168,28 @@ def out_of_group(error: Exception, fail_on: tuple[type[Exception], ...]) -> Exce
 
 def _refusal_itself(error: BaseException, fail_on: tuple[type[Exception], ...]) -> bool:
     return not isinstance(error, ExceptionGroup) and refused(error, fail_on)
+
+
+# ------------------------------------------------------------------------------------------------------------ its waits
+def stays(*, steps: bool, branches: bool, main: bool, quiet: float, patience: float) -> float:
+    """For how many seconds a run with open waits goes on, after `quiet` seconds in which no step began or ended (L41).
+
+    `steps`: one is in flight; its end is awaited, since to cut it off would repeat it. `branches`: one is between two
+    steps, or is about to begin one, for which it has `patience` (L35); else it would have to wait for what it does not
+    depend on. `main`: the handler's own task does not wait itself: it awaits its branches, as far as can be seen.
+    """
+    if steps:
+        return math.inf
+    if branches:
+        return max(0.0, patience - quiet)
+    return max(0.0, GRACE - quiet) if main else 0.0
+
+
+def wrong_name(name: object) -> str | None:
+    """What is wrong with the name of a signal, and what to write. One that is named like the end of a child would make
+    whoever waits for that child due again and again."""
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+        return f"{name!r:.60}; write a printable string of up to {_LONGEST_NAME} characters"
+    if name.startswith(CHILD):
+        return f"{name!r:.60}, and names that begin with {CHILD!r} are for the ends of child sagas; choose another"
+    return None

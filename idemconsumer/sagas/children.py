@@ -17,8 +17,7 @@ from idemconsumer.message import arguments, codecs, keys
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Child, Duration, OnExisting, Tx
 from idemconsumer.ports.leases import Kinship, LeasedSaga, LeaseStore, OpenStep
-from idemconsumer.rules.saga import CONFLICT, EXISTS
-from idemconsumer.rules.signals import CHILD
+from idemconsumer.rules.saga import CHILD, CONFLICT, EXISTS
 from idemconsumer.rules.values import State, StepKind
 from idemconsumer.rules.verdicts import Verdict, judge
 from idemconsumer.sagas.step import StepSpec, step_key

@@ -22,8 +22,8 @@ from idemconsumer.message import arguments
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules import replay
 from idemconsumer.rules.replay import Answer
+from idemconsumer.rules.saga import stays
 from idemconsumer.rules.values import State, StepKind, StepRow, StepState
-from idemconsumer.rules.waiting import stays
 from idemconsumer.sagas import outputs
 from idemconsumer.sagas.branches import Branches, Group, NotBegun, group_of
 from idemconsumer.sagas.order import TURNS

@@ -12,7 +12,7 @@ from idemconsumer.errors import ConfigurationError, OfTheEngine, Reject, SagaMis
 from idemconsumer.handlers.durations import MAX_DURATION, parse_duration
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Duration, First
-from idemconsumer.rules.signals import wrong_name
+from idemconsumer.rules.saga import wrong_name
 from idemconsumer.rules.values import StepKind, StepRow
 from idemconsumer.sagas.step import StepSpec
 

@@ -9,7 +9,7 @@ import psycopg
 
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import StoredResult
-from idemconsumer.rules.signals import wrong_name
+from idemconsumer.rules.saga import wrong_name
 from idemconsumer.rules.values import Signalled
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.sql.queries import in_words, load

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from idemconsumer.rules import saga as rules
+from idemconsumer.rules.saga import stays
 from idemconsumer.rules.values import State, StepKind
-from idemconsumer.rules.waiting import stays
 from tests.model.scripts import WAITING, last_resort, next_undo, replay, unknown_call
 from tests.model.waiting_rows import Rows
 from tests.model.waiting_world import (

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from idemconsumer.rules.waiting import GRACE, stays
+from idemconsumer.rules.saga import GRACE, stays
 
 
 @pytest.mark.parametrize(
