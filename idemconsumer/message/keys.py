@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias, get_args
+from urllib.parse import unquote
 
 import msgspec
 
@@ -186,18 +187,15 @@ def scope_name(app: str, tenant: str | None, handler: str) -> str:
     return f"{_escape(app)}/{middle}/{_escape(handler)}"
 
 
-def tenant_of(scope: str) -> str | None:
-    """The tenant that `scope_name` was given."""
-    middle = scope.split("/")[1]
-    if middle in ("-", "%2D"):
-        return None if middle == "-" else "-"
-    return _unescape(middle)
-
-
 def parts_of(scope: str) -> tuple[str, str | None, str]:
     """App, tenant and handler: what `scope_name` was given."""
-    app, _, handler = scope.split("/")
-    return _unescape(app), tenant_of(scope), _unescape(handler)
+    app, tenant, handler = scope.split("/")
+    return unquote(app), None if tenant == "-" else unquote(tenant), unquote(handler)
+
+
+def tenant_of(scope: str) -> str | None:
+    """The tenant that `scope_name` was given."""
+    return parts_of(scope)[1]
 
 
 def scopes_of(app: str) -> str:
@@ -207,10 +205,6 @@ def scopes_of(app: str) -> str:
 
 def _escape(part: str) -> str:
     return part.replace("%", "%25").replace("/", "%2F")
-
-
-def _unescape(part: str) -> str:
-    return part.replace("%2F", "/").replace("%25", "%")
 
 
 def fingerprint(body: bytes) -> bytes:
