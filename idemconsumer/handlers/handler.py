@@ -14,7 +14,7 @@ from idemconsumer.handlers.batch import Items
 from idemconsumer.handlers.options import Resolved
 from idemconsumer.handlers.signature import Signature
 from idemconsumer.hashing import HASHING
-from idemconsumer.message import codecs, keys
+from idemconsumer.message import codecs, extraction, keys
 from idemconsumer.message.decoders import DecodeHook
 from idemconsumer.message.delivered import held_size, size_of
 from idemconsumer.message.envelopes import Unwrap
@@ -65,8 +65,8 @@ class HandlerPlan:
     hook_waits: bool
     strand: StrandOf
     unwrap: Unwrap | None
-    key: keys.Extract
-    tenant: keys.Extract | None
+    key: extraction.Extract
+    tenant: extraction.Extract | None
     order: OrderOf
     fingerprint: FingerprintOf
     fingerprint_spec: KeySpec | None
@@ -179,7 +179,7 @@ class BoundHandler:
         given, encoded = given_key(key), codecs.encode(payload, "payload", "give")
         headers = {name: value for name, value in headers.items() if name.lower() not in OURS}
         if tenant is not None:
-            headers[TENANT] = keys.as_text(tenant, "tenant")
+            headers[TENANT] = extraction.as_text(tenant, "tenant")
         body = b"null" if encoded is None else encoded.body
         return self.call_for(Message(self.own_source, body, headers, message_id=given))
 
@@ -315,7 +315,7 @@ class _OnlyBad:
 
 
 _ONLY_BAD: Final = _OnlyBad()
-_message_id = keys.compile_key(keys.Key.message_id(), Any, handler="app.start")
+_message_id = extraction.compile_key(keys.Key.message_id(), Any, handler="app.start")
 
 
 def given_key(key: object) -> str:

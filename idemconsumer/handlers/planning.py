@@ -9,7 +9,7 @@ from idemconsumer.errors import BadMessage, HandlerError
 from idemconsumer.handlers.handler import FingerprintOf, HandlerPlan, OrderOf, StrandOf
 from idemconsumer.handlers.options import RAW_BYTES, Options, Resolved, check_known, check_pauses, resolve
 from idemconsumer.handlers.signature import Signature, read_signature, returned
-from idemconsumer.message import codecs, keys, models, replies
+from idemconsumer.message import codecs, extraction, keys, models, replies
 from idemconsumer.message.decoders import DecodeHook, hooked, is_async, takes
 from idemconsumer.message.envelopes import ENVELOPES, Unwrap, unwrapper
 from idemconsumer.message.keys import KeySpec
@@ -65,8 +65,8 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
         hook_waits=is_async(given.get("decode")),
         strand=_strand(given, leased=signature.needs_saga),
         unwrap=_unwrap(name, given),
-        key=keys.compile_key(key, payload_type, handler=name),
-        tenant=None if tenant is None else keys.compile_key(tenant, payload_type, handler=name, option="tenant"),
+        key=extraction.compile_key(key, payload_type, handler=name),
+        tenant=None if tenant is None else extraction.compile_key(tenant, payload_type, handler=name, option="tenant"),
         order=_order(name, sources, payload_type, given, leased=signature.needs_saga),
         fingerprint=_fingerprint(name, payload_type, given, hooked=hook is not None),
         fingerprint_spec=given.get("fingerprint"),
@@ -220,7 +220,7 @@ def _order(handler: str, sources: tuple[str, ...], payload_type: Any, given: Opt
             handler, sources, "kafka", '`order_by` is "partition"', "name the entity whose messages must stay in order"
         )
         return lambda message, _: _partition(message) or None
-    extract = keys.compile_key(order_by, payload_type, handler=handler, option="order_by")
+    extract = extraction.compile_key(order_by, payload_type, handler=handler, option="order_by")
 
     def by_entity(message: Message, payload: object) -> str | bytes | None:
         try:
@@ -254,7 +254,7 @@ def _fingerprint(handler: str, payload_type: Any, given: Options, *, hooked: boo
     if spec is None:
         return lambda _, __, ___: (None, None)
     if spec is not _WHOLE_BODY and spec != RAW_BYTES:
-        take = keys.compile_fingerprint(spec, payload_type, handler=handler)
+        take = extraction.compile_fingerprint(spec, payload_type, handler=handler)
         otherwise: Any = RAW_BYTES if payload_type is ByAttribute else _WHOLE_BODY
         whole = _fingerprint(handler, payload_type, {**given, "fingerprint": otherwise}, hooked=hooked)
 

@@ -8,7 +8,7 @@ from typing import TypeAlias, cast
 
 from idemconsumer.errors import HandlerError
 from idemconsumer.handlers.handler import HandlerPlan
-from idemconsumer.message import keys
+from idemconsumer.message import extraction
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Saga, Tx
@@ -31,7 +31,7 @@ def signalling(plan: HandlerPlan, saga: HandlerPlan, saga_key: KeySpec, send: Se
             f"it has no `tenant`, but each saga of {saga.name!r} has one, so its signals would reach none of them",
             "write tenant= here too, with the place where its messages have it",
         )
-    read = keys.compile_key(saga_key, signature.payload_type, handler=plan.name, option="saga_key")
+    read = extraction.compile_key(saga_key, signature.payload_type, handler=plan.name, option="saga_key")
 
     async def invoke(
         payload: object, tx: Tx | Saga | None, message: Message, resources: Mapping[type, object]

@@ -23,7 +23,7 @@ from idemconsumer.http.opening import Opened
 from idemconsumer.http.policy import Policy, Route, RouteOptions, compile_route
 from idemconsumer.http.problems import Problem
 from idemconsumer.http.watch import Watch
-from idemconsumer.message import keys
+from idemconsumer.message import extraction, keys
 from idemconsumer.ports.observer import NullObserver, Observer
 from idemconsumer.ports.requests import LostRequest, RequestStore
 from idemconsumer.ports.store import Claim
@@ -305,7 +305,7 @@ def checked_tenant(tenant: object) -> str | Problem:
     if not isinstance(tenant, str):
         raise TypeError(f"`tenant` returned {type(tenant).__name__}; return str, or None")
     try:
-        keys.as_text(tenant, "tenant")
+        extraction.as_text(tenant, "tenant")
     except BadMessage as error:
         raise ValueError(f"`tenant`: {error.detail}") from None
     return tenant

@@ -12,7 +12,7 @@ import msgspec
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.handlers.durations import MAX_RUN, parse_duration
 from idemconsumer.http.messages import Request, Response
-from idemconsumer.message import keys
+from idemconsumer.message import extraction, keys
 from idemconsumer.message.decoders import is_async, takes
 from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message
@@ -179,7 +179,7 @@ def compile_fingerprint(name: str, spec: Fingerprint) -> Take | None:
             f'route {name!r}: `fingerprint` is {given!r}; write "bytes", "json", a list of paths into a JSON body '
             'such as ["amount"], or None'
         )
-    take = keys.compile_fingerprint(Key.all(*given), Any, handler=name)
+    take = extraction.compile_fingerprint(Key.all(*given), Any, handler=name)
 
     def chosen(request: Request, body: bytes) -> bytes:
         try:

@@ -15,7 +15,7 @@ import msgspec
 
 from idemconsumer.errors import BadMessage
 from idemconsumer.message.codecs import without_mark
-from idemconsumer.message.keys import CLOUDEVENT_PREFIXES
+from idemconsumer.message.extraction import CLOUDEVENT_PREFIXES
 from idemconsumer.message.message import Message
 
 Envelope: TypeAlias = Literal["sns", "eventbridge", "cloudevents"]

@@ -14,7 +14,7 @@ from idemconsumer.brokers.sqs.client import Queue
 from idemconsumer.brokers.sqs.limits import limits, max_receives, retention
 from idemconsumer.brokers.sqs.wire import entry_of, message_of, receives, requests
 from idemconsumer.errors import BadMessage, ConfigurationError
-from idemconsumer.message.keys import compile_key
+from idemconsumer.message.extraction import compile_key
 from idemconsumer.ports.broker import Outgoing
 
 ORDERS, FIFO = Queue("orders", "http://q"), Queue("orders.fifo", "http://q")

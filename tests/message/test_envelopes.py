@@ -11,7 +11,8 @@ import pytest
 
 from idemconsumer.errors import BadMessage
 from idemconsumer.message.envelopes import ENVELOPES, Envelope, unwrapper
-from idemconsumer.message.keys import Key, compile_key
+from idemconsumer.message.extraction import compile_key
+from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message
 
 NOTIFICATION = {

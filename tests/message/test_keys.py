@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
-from idemconsumer.message import keys, paths
+from idemconsumer.message import extraction, keys, paths
 from idemconsumer.message.codecs import decoder
 from idemconsumer.message.keys import Key, KeySpec
 from idemconsumer.message.message import Message
@@ -73,7 +73,7 @@ def message(
 
 def key_of(spec: KeySpec, body: bytes = b"{}", payload_type: Any = dict, **more: Any) -> str:
     payload = decoder(payload_type)(body)
-    return keys.compile_key(spec, payload_type, handler="h")(message(body, **more), payload)
+    return extraction.compile_key(spec, payload_type, handler="h")(message(body, **more), payload)
 
 
 def refused(spec: KeySpec, body: bytes = b"{}", payload_type: Any = dict, **more: Any) -> BadMessage:
@@ -136,7 +136,7 @@ def test_a_path_reads_the_payload_by_its_names_on_the_wire(path: str, payload_ty
 )
 def test_a_path_that_cannot_be_there_is_an_error_at_import(path: str, payload_type: Any, says: str) -> None:
     with pytest.raises(HandlerError) as caught:
-        keys.compile_key(path, payload_type, handler="reserve")
+        extraction.compile_key(path, payload_type, handler="reserve")
     assert str(caught.value).startswith("handler 'reserve': ")
     assert says in str(caught.value)
 
@@ -147,7 +147,7 @@ def test_what_is_no_spec_is_an_error_at_import() -> None:
 
     for wrong, says in ((5, "`key` is of type int"), (None, "NoneType"), (later, "an async function")):
         with pytest.raises(HandlerError, match=says):
-            keys.compile_key(wrong, dict, handler="h")  # type: ignore[arg-type]
+            extraction.compile_key(wrong, dict, handler="h")  # type: ignore[arg-type]
     for combine in (Key.all, Key.first):
         with pytest.raises(ConfigurationError, match="has no arguments"):
             combine()
@@ -177,7 +177,7 @@ class Colour(enum.StrEnum):
     ],
 )
 def test_scalars_become_text(value: object, key: str) -> None:
-    assert keys.compile_key("k", dict, handler="h")(message(), {"k": value}) == key
+    assert extraction.compile_key("k", dict, handler="h")(message(), {"k": value}) == key
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_scalars_become_text(value: object, key: str) -> None:
 )
 def test_what_is_no_key_is_refused_with_its_reason_and_without_its_value(value: object, reason: str) -> None:
     with pytest.raises(BadMessage) as caught:
-        keys.compile_key("k", dict, handler="h")(message(), {"k": value})
+        extraction.compile_key("k", dict, handler="h")(message(), {"k": value})
     assert caught.value.reason == reason
     assert caught.value.detail.startswith("key (payload path 'k') ")
     assert SECRET not in str(caught.value)
@@ -241,7 +241,7 @@ _JSON = st.recursive(
 def test_an_index_reads_what_a_search_finds(payload: object, path: str) -> None:
     def key(spec: str) -> str:
         try:
-            return keys.compile_key(spec, Any, handler="h")(message(), payload)
+            return extraction.compile_key(spec, Any, handler="h")(message(), payload)
         except BadMessage as error:
             return error.reason
 
@@ -311,7 +311,7 @@ def test_keys_come_from_what_kafka_and_rabbitmq_carry() -> None:
     def given(spec: KeySpec, **more: Any) -> str:
         found = msgspec.structs.replace(message(), **more)
         try:
-            return keys.compile_key(spec, dict, handler="h")(found, {})
+            return extraction.compile_key(spec, dict, handler="h")(found, {})
         except BadMessage as error:
             return error.reason
 
@@ -327,9 +327,9 @@ def test_keys_come_from_what_kafka_and_rabbitmq_carry() -> None:
 
 def test_a_property_that_rabbitmq_does_not_have_is_an_error_at_import() -> None:
     with pytest.raises(HandlerError, match="did you mean 'correlation_id'"):
-        keys.compile_key(Key.property("correlationid"), dict, handler="h")
+        extraction.compile_key(Key.property("correlationid"), dict, handler="h")
     with pytest.raises(HandlerError, match=r"the message id is Key.message_id\(\)"):
-        keys.compile_key(Key.property(""), dict, handler="h")
+        extraction.compile_key(Key.property(""), dict, handler="h")
 
 
 def test_keys_come_from_functions() -> None:
@@ -379,7 +379,7 @@ texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 def test_combined_keys_are_equal_only_when_all_their_parts_are(one: list[str], other: list[str]) -> None:
     def combined(parts: list[str]) -> str:
         spec = Key.all(*(f"[{i}]" for i in range(len(parts))))
-        return keys.compile_key(spec, list[str], handler="h")(message(), parts)
+        return extraction.compile_key(spec, list[str], handler="h")(message(), parts)
 
     assert (combined(one) == combined(other)) == (one == other)
 
@@ -425,7 +425,7 @@ def test_a_scope_reads_as_app_tenant_handler() -> None:
 
 # ---------------------------------------------------------------------------------------------- fingerprint
 def test_a_fingerprint_sees_only_what_it_was_told_to() -> None:
-    take = keys.compile_fingerprint(Key.all("amount", "card"), dict, handler="h")
+    take = extraction.compile_fingerprint(Key.all("amount", "card"), dict, handler="h")
     first = take(message(), {"amount": 5, "card": {"n": 1, "m": 2}, "sent_at": "now"})
     assert first == take(message(), {"card": {"m": 2, "n": 1}, "amount": 5, "sent_at": "later"})
     assert first != take(message(), {"amount": 6, "card": {"n": 1, "m": 2}})
@@ -433,13 +433,13 @@ def test_a_fingerprint_sees_only_what_it_was_told_to() -> None:
 
 
 def test_a_fingerprint_may_be_of_any_json_type() -> None:
-    take = keys.compile_fingerprint("card", Charge, handler="h")
+    take = extraction.compile_fingerprint("card", Charge, handler="h")
     one, other = (Charge.model_validate({"charge_id": "c", "card": {"cardNumber": n}}) for n in "12")
     assert take(message(), one) != take(message(), other)
 
 
 def test_a_fingerprint_that_cannot_be_taken_makes_the_message_invalid() -> None:
-    take = keys.compile_fingerprint("a", dict, handler="h")
+    take = extraction.compile_fingerprint("a", dict, handler="h")
     with pytest.raises(BadMessage, match="key_invalid"):
         take(message(), {"a": object()})
 

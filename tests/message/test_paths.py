@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from idemconsumer import Message, Tx, idempotent_handler
 from idemconsumer.errors import BadMessage, HandlerError
-from idemconsumer.message import codecs, keys
+from idemconsumer.message import codecs, extraction, keys
 from idemconsumer.message.forms import plain
 from idemconsumer.message.paths import ByAttribute
 
@@ -189,10 +189,10 @@ PET = {"kind": "dog", "ownerId": "7"}
 def test_a_path_finds_the_same_wherever_it_stands_in_an_expression(annotation: Any, path: str, body: Any) -> None:
     message = Message("memory:orders", json.dumps(body).encode())
     payload = codecs.decoder(annotation)(message.body)
-    on_the_wire = str(keys.compile_key(path, Any, handler="h")(message, body))
+    on_the_wire = str(extraction.compile_key(path, Any, handler="h")(message, body))
     for expression in (path, f"{path} || 'none'", f"[{path}] | [0]", f"{{a: {path}}}.a", f"not_null({path})"):
-        assert keys.compile_key(expression, annotation, handler="h")(message, payload) == on_the_wire
-    assert keys.compile_fingerprint(path, annotation, handler="h")(message, payload) is not None
+        assert extraction.compile_key(expression, annotation, handler="h")(message, payload) == on_the_wire
+    assert extraction.compile_fingerprint(path, annotation, handler="h")(message, payload) is not None
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_check_says_which_path_the_type_does_not_show(annotation: Any, path: str
 def test_a_path_by_an_attribute_of_a_dataclass_of_pydantics_is_refused(annotation: Any) -> None:
     within = {"Box": "value", "list": "[0].customer", "dict": "a.customer"}.get(annotation.__name__, "customer")
     with pytest.raises(HandlerError, match="Customer has no field 'the_id'; did you mean 'theId'"):
-        keys.compile_key(f"{within}.the_id", annotation, handler="h")
+        extraction.compile_key(f"{within}.the_id", annotation, handler="h")
 
 
 # ------------------------------------------------------------------------------------------------------- fingerprints
@@ -264,7 +264,7 @@ def test_numbers_within_what_is_compared_have_all_their_digits_and_one_form(anno
     def taken(number: str, path: str = "value") -> bytes | None:
         message = Message("memory:orders", b'{"value":{"v":%s}}' % number.encode())
         payload = codecs.decoder(annotation)(message.body)
-        return keys.compile_fingerprint(path, annotation, handler="h")(message, payload)
+        return extraction.compile_fingerprint(path, annotation, handler="h")(message, payload)
 
     for path in ("value", "[value]"):
         assert taken("1", path) == taken("1.0", path) == taken("10e-1", path)
@@ -274,7 +274,9 @@ def test_numbers_within_what_is_compared_have_all_their_digits_and_one_form(anno
 
 def test_decimals_and_sets_are_compared_by_value() -> None:
     def taken(value: object) -> bytes | None:
-        return keys.compile_fingerprint("value", Box[Any], handler="h")(Message("memory:orders", b"{}"), Box(value))
+        return extraction.compile_fingerprint("value", Box[Any], handler="h")(
+            Message("memory:orders", b"{}"), Box(value)
+        )
 
     assert taken([Decimal("1.10")]) == taken((Decimal("1.1"),)) != taken([Decimal("1.11")])
     assert taken({"a", "b", "c"}) == taken({"c", "b", "a"}) == taken(["a", "b", "c"])
@@ -307,7 +309,7 @@ ORDER = _protobuf()
 def test_what_was_not_sent_in_protobuf_is_absent_and_no_zero() -> None:
     def key(path: str, option: str = "key", **given: Any) -> str:
         try:
-            read = keys.compile_key(path, ByAttribute, handler="h", option=option)
+            read = extraction.compile_key(path, ByAttribute, handler="h", option=option)
             return read(Message("memory:orders", b""), ORDER(**given))
         except BadMessage as error:
             return error.reason
@@ -323,7 +325,7 @@ def test_what_was_not_sent_in_protobuf_is_absent_and_no_zero() -> None:
 def test_what_protobuf_nests_or_repeats_is_compared_by_value(path: str) -> None:
     def taken(n: int) -> bytes | None:
         of = {"customer": {"id": n}, "all": [{"id": 1}, {"id": n}], "tags": ["a", str(n)], "id": n}
-        take = keys.compile_fingerprint(path, ByAttribute, handler="h")
+        take = extraction.compile_fingerprint(path, ByAttribute, handler="h")
         return take(Message("memory:orders", b""), ORDER(**{path: of[path]}) if n else ORDER())
 
     assert taken(1) == taken(1) != taken(2) is not None

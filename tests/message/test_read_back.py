@@ -26,7 +26,7 @@ from typing_extensions import TypeAliasType, TypedDict
 
 from idemconsumer import Key, Saga, Tx, idempotent_handler
 from idemconsumer.errors import BadMessage, HandlerError
-from idemconsumer.message import codecs, keys, models
+from idemconsumer.message import codecs, extraction, keys, models
 from idemconsumer.message.fields import fields
 from idemconsumer.message.forms import plain
 from idemconsumer.message.message import Message
@@ -451,7 +451,7 @@ def test_a_set_has_one_order(make: Callable[[set[int]], Any]) -> None:
     written = [codecs.encode(make(tags)) for tags in (one, other)]
     assert written[0] == written[1]
     assert keys.canonical_value(make(one)) == keys.canonical_value(make(other)) is not None
-    fingerprint = keys.compile_fingerprint("value", Any, handler="h")
+    fingerprint = extraction.compile_fingerprint("value", Any, handler="h")
     message = Message("memory:orders", b"{}")
     assert fingerprint(message, {"value": make(one)}) == fingerprint(message, {"value": make(other)})
 
@@ -712,15 +712,15 @@ CAT: dict[str, Any] = {"kind": "cat", "id": "7", "catName": "Tom"}
 def test_a_path_finds_in_the_value_what_is_on_the_wire(annotation: Any, path: str, body: Any) -> None:
     message = Message("memory:orders", json.dumps(body).encode())
     payload = codecs.decoder(annotation)(message.body)
-    assert keys.compile_key(path, annotation, handler="h")(message, payload) in ("7", "Tom")
-    fingerprint = keys.compile_fingerprint(path, annotation, handler="h")
+    assert extraction.compile_key(path, annotation, handler="h")(message, payload) in ("7", "Tom")
+    fingerprint = extraction.compile_fingerprint(path, annotation, handler="h")
     assert fingerprint(message, payload) != fingerprint(Message("memory:orders", b"{}"), None)
 
 
 @pytest.mark.parametrize("annotation", [Cat | Dog, Left | Right, Owner, Choices])
 def test_a_path_that_no_alternative_has_is_refused_at_import(annotation: Any) -> None:
     with pytest.raises(HandlerError, match="no field 'identity'"):
-        keys.compile_key("identity", annotation, handler="h")
+        extraction.compile_key("identity", annotation, handler="h")
 
 
 @pytest.mark.parametrize(
@@ -748,7 +748,7 @@ def test_json_may_begin_with_a_byte_order_mark() -> None:
 @pytest.mark.parametrize(("one", "other"), [("0.1234567890123456789", "0.1234567890123456788")])
 @pytest.mark.parametrize("annotation", [dict, Rate, Box[float]])
 def test_numbers_that_a_float_cannot_tell_apart_have_keys_of_their_own(annotation: Any, one: str, other: str) -> None:
-    read = keys.compile_key("rate || value" if annotation is dict else "rate" if annotation is Rate else "value",
+    read = extraction.compile_key("rate || value" if annotation is dict else "rate" if annotation is Rate else "value",
                             annotation, handler="h")  # fmt: skip
 
     def key(number: str) -> str:
@@ -768,7 +768,7 @@ class Sent(BaseModel):
 
 
 def test_a_number_of_what_decode_makes_is_not_looked_for_in_the_body() -> None:
-    read = keys.compile_key("rate", Sent, handler="h")
+    read = extraction.compile_key("rate", Sent, handler="h")
     message = Message("memory:orders", b'{"rate": 1.5, "inside": "\\"rate\\": 2.50"}')
     assert read(message, Sent(rate=2.5)) == "2.5"
     assert read(message, Sent(rate=1.5)) == "1.5"
@@ -816,7 +816,7 @@ def test_two_values_that_differ_in_what_is_not_written_are_never_the_same(one: o
 
 
 def test_a_fingerprint_of_what_hides_something_is_refused() -> None:
-    take = keys.compile_fingerprint("card", Sent, handler="h")
+    take = extraction.compile_fingerprint("card", Sent, handler="h")
     with pytest.raises(BadMessage, match="fingerprint cannot be encoded"):
         take(Message("memory:orders", b"{}"), Sent(rate=1, card=Secret(token=SecretStr("a"))))
 
