@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncio import get_running_loop, sleep
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import psycopg
 from psycopg.pq import ExecStatus
@@ -20,10 +20,79 @@ from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.lending import Lending
 from idemconsumer.stores.lent import OVER, LentConnection, check_loop
 from idemconsumer.stores.prepared import PreparedStatements
-from idemconsumer.stores.rows import NoRows, PostgresRows, SentRows
 from idemconsumer.stores.statements import Effect, is_plain, special, text_of, writes
 
-AnyRows: TypeAlias = PostgresRows | NoRows | SentRows
+
+class PostgresRows:
+    """The answer to a handler's statement: rows that the client already holds, or none and how many were `written`.
+    Each look is noted: what nobody looks at is not waited for the next time (J26)."""
+
+    __slots__ = ("_cursor", "_habits", "_query", "_written")
+
+    def __init__(
+        self, query: str, habits: Habits | None, cursor: psycopg.AsyncCursor[Any] | None = None, *, written: int = -1
+    ) -> None:
+        self._query = query
+        self._habits = habits
+        self._cursor = cursor
+        self._written = written
+
+    def _look(self) -> None:
+        if self._habits is not None:
+            self._habits.looked(self._query)
+
+    @property
+    def rowcount(self) -> int:
+        self._look()
+        return self._written if self._cursor is None else self._cursor.rowcount
+
+    async def first(self) -> Any:
+        self._look()
+        return await self._cursor.fetchone() if self._cursor is not None and self._cursor.description else None
+
+    async def one(self) -> Any:
+        rows = await self.all()
+        if len(rows) != 1:
+            raise LookupError(f"one row expected, {len(rows)} found")
+        return rows[0]
+
+    async def all(self) -> list[Any]:
+        self._look()
+        return await self._cursor.fetchall() if self._cursor is not None and self._cursor.description else []
+
+
+class SentRows(PostgresRows):
+    """Those of a statement that was sent ahead. The first look waits for them, but `rowcount`, which cannot wait, ends
+    the run."""
+
+    __slots__ = ("_into", "_sent", "_tx")
+
+    def __init__(self, query: str, habits: Habits, tx: PostgresTx, sent: Sent, into: Any) -> None:
+        super().__init__(query, habits)
+        self._tx = tx
+        self._sent: Sent | None = sent  # None: its answer was read
+        self._into = into
+
+    def _look(self) -> None:
+        super()._look()
+        if self._sent is not None:
+            if self._sent.result is None:
+                raise self._tx._unanswered()
+            self._cursor, self._written = self._tx._read(self._sent.result, self._into)
+            self._sent = None
+
+    async def first(self) -> Any:
+        await self._waited_for()
+        return await super().first()
+
+    async def all(self) -> list[Any]:
+        await self._waited_for()
+        return await super().all()
+
+    async def _waited_for(self) -> None:
+        super()._look()
+        if self._sent is not None and self._sent.result is None:
+            await self._tx._answered()
 
 
 @lru_cache(maxsize=256)
@@ -98,13 +167,13 @@ class PostgresTx:
         if not self._over:
             self._lending.spoil(reason)
 
-    async def execute(self, query: Any, params: Params | None = None, *, into: Any = None) -> AnyRows:
+    async def execute(self, query: Any, params: Params | None = None, *, into: Any = None) -> PostgresRows:
         return await self._execute(query, params, into)
 
     async def send(self, query: Any, params: Params | None = None) -> None:
         await self._execute(query, params, None, explicit=True)
 
-    async def _execute(self, query: Any, params: Params | None, into: Any, *, explicit: bool = False) -> AnyRows:
+    async def _execute(self, query: Any, params: Params | None, into: Any, *, explicit: bool = False) -> PostgresRows:
         if self._over or get_running_loop() is not self._loop:
             self.check()
         habits = self._habits if type(query) is str and is_plain(query) else None
@@ -127,17 +196,15 @@ class PostgresTx:
                     return await self._send(query, params, into, habits, sends=sends)
             if into is not None:
                 cursor = connection.cursor(row_factory=_factory(into))
-                rows: AnyRows = PostgresRows(await cursor.execute(query, params), query, habits)
+                rows = PostgresRows(query, habits, await cursor.execute(query, params))
             elif (written := await statements.run(query, params)) is not None:
-                rows = NoRows(written, query, habits)
+                rows = PostgresRows(query, habits, written=written)
             else:
                 cursor = connection.cursor()
                 await cursor.execute(query, params)
                 statements.learn(cursor, query, params)
-                if cursor.description is not None:
-                    rows = PostgresRows(cursor, query, habits)
-                else:
-                    rows = NoRows(cursor.rowcount, query, habits)
+                given = None if cursor.description is None else cursor
+                rows = PostgresRows(query, habits, given, written=cursor.rowcount)
             if habits is not None:
                 habits.ran(query)
             return rows
@@ -150,7 +217,7 @@ class PostgresTx:
         finally:
             self.sending -= 1
 
-    async def _send(self, query: str, params: Params | None, into: Any, habits: Habits, *, sends: bool) -> AnyRows:
+    async def _send(self, query: str, params: Params | None, into: Any, habits: Habits, *, sends: bool) -> PostgresRows:
         """In one flight with what was sent before. Waits for the answer unless it `sends` ahead."""
         connection = self._lending.connection
         ahead = connection.ahead
@@ -159,17 +226,12 @@ class PostgresTx:
             self.check()
         sent = Sent(self._run, query, habits)
         connection.statements.send(ahead, sent, query, params)
-
-        def read(result: PGresult) -> NoRows | PostgresRows:
-            if into is None and result.status == ExecStatus.COMMAND_OK:
-                return NoRows(-1 if result.command_tuples is None else result.command_tuples, query, habits)
-            return PostgresRows(connection.statements.rows(result, _factory(into)), query, habits)
-
         if not sends:
             await connection.answered(own=sent)
             assert sent.result is not None
             habits.ran(query)
-            return read(sent.result)
+            cursor, written = self._read(sent.result, into)
+            return PostgresRows(query, habits, cursor, written=written)
         if ahead.full:  # else the server may be left with a part of it, and counts no idle time then (J11)
             await connection.answered()
             self.check()
@@ -177,7 +239,13 @@ class PostgresTx:
             await sleep(0)  # else a large group would stop the loop
         else:
             self._loop.call_soon(ahead.push)  # once the handler waits for something else
-        return SentRows(sent, query, habits, answered=self._answered, unanswered=self._unanswered, read=read)
+        return SentRows(query, habits, self, sent, into)
+
+    def _read(self, result: PGresult, into: Any) -> tuple[psycopg.AsyncCursor[Any] | None, int]:
+        """The rows of an answer, or None and how many were written."""
+        if into is None and result.status == ExecStatus.COMMAND_OK:
+            return None, -1 if result.command_tuples is None else result.command_tuples
+        return self._lending.connection.statements.rows(result, _factory(into)), -1
 
     async def _answered(self) -> None:
         self.check()
