@@ -19,9 +19,9 @@ from idemconsumer.stores.deliveries import columns_of
 from idemconsumer.stores.grants import Kind
 from idemconsumer.stores.hashing import settle_hashing
 from idemconsumer.stores.literals import clean
-from idemconsumer.stores.looks import Looks
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.readings import PostgresReading
+from idemconsumer.stores.shared_reads import Looks
 
 
 class PostgresStore:

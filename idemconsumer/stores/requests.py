@@ -30,9 +30,9 @@ from idemconsumer.rules.verdicts import Verdict, judge
 from idemconsumer.stores.answers import claimed_request, moment, records, taken_request
 from idemconsumer.stores.claims import Statement, transaction
 from idemconsumer.stores.heartbeat import Heartbeat
-from idemconsumer.stores.looks import Looks
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.results import kept_row
+from idemconsumer.stores.shared_reads import Looks
 from idemconsumer.stores.sharing import short
 from idemconsumer.stores.unfinished import Unfinished
 from idemconsumer.user_code.cancellation import ends_this_task, retrieve

@@ -10,8 +10,7 @@ import pytest
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.message.message import StoredResult
 from idemconsumer.rules.values import State
-from idemconsumer.stores.looks import Looks
-from idemconsumer.stores.shared_reads import SharedReads
+from idemconsumer.stores.shared_reads import Looks, SharedReads
 
 MEGABYTE = 1 << 20
 
