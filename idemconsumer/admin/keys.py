@@ -20,7 +20,7 @@ from idemconsumer.rules.coming_again import coming_again
 from idemconsumer.rules.values import State
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.claims import PostgresClaims
-from idemconsumer.stores.deliveries import first_bytes
+from idemconsumer.stores.columns import first_bytes
 
 _MOST_FOUND: Final = 5
 _MOST_DELIVERIES: Final = 1_000

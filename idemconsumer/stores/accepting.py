@@ -20,9 +20,9 @@ from idemconsumer.rules.values import Found, Mark, Record, State
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.sql.queries import in_words, load
 from idemconsumer.stores.answers import moment, outcomes
-from idemconsumer.stores.claims import Statement, transaction
+from idemconsumer.stores.claims import transaction
+from idemconsumer.stores.columns import Statement, read_result
 from idemconsumer.stores.pool import Pool
-from idemconsumer.stores.results import read_result
 
 
 @dataclass(frozen=True, slots=True)

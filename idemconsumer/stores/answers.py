@@ -16,7 +16,7 @@ from psycopg.pq.abc import PGresult
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.rules.values import Found, Mark, Record, State
 from idemconsumer.sql.connecting import OwnCursor
-from idemconsumer.stores.results import read_result
+from idemconsumer.stores.columns import read_result
 
 _COLUMNS: Final = 8
 _ESCAPING: Final = pq.Escaping()

@@ -33,7 +33,6 @@ from idemconsumer.errors import (
     StoreUnavailable,
 )
 from idemconsumer.logs import log
-from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.store import Claim, DeadLetter, LoggedDeliveries
 from idemconsumer.redaction import error_text
@@ -42,12 +41,10 @@ from idemconsumer.rules.values import Found, State
 from idemconsumer.sql.answering import PATIENCE
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.stores.answers import loaded, outcomes
-from idemconsumer.stores.awaited import in_hand, taking
-from idemconsumer.stores.deliveries import columns_of
+from idemconsumer.stores.columns import Statement, columns_of, dead_letter, in_hand, shown, stored_columns, taking
 from idemconsumer.stores.lending import Lending
 from idemconsumer.stores.literals import bytea_array, clean, written
 from idemconsumer.stores.pool import Pool
-from idemconsumer.stores.results import stored_columns
 from idemconsumer.stores.session import LOCK_TIMEOUT, Session
 from idemconsumer.stores.sqlstates import (
     GUARD,
@@ -62,8 +59,6 @@ from idemconsumer.stores.sqlstates import (
 from idemconsumer.stores.standbys import SETTINGS, WAITING
 from idemconsumer.stores.tx import PostgresTx
 from idemconsumer.user_code.cancellation import uninterrupted
-
-Statement = tuple[str, dict[str, Any]]  # of the engine's own: its name, and its parameters
 
 _GROUP_LOCK_TIMEOUT: Final = "50ms"  # G12: a group that waits for another lane's rows is better rerun smaller
 
@@ -513,28 +508,3 @@ def _float8_array(values: Sequence[float | None]) -> bytes:
     if all(value is None for value in values):
         return b"null"
     return b"'{%s}'" % b",".join(b"null" if value is None else repr(value).encode() for value in values)
-
-
-def shown(claim: Claim) -> dict[str, Any]:
-    """What a claim shows of its fingerprint: 32 bits, as the number of a lock."""
-    return {"fingerprint": int.from_bytes((claim.fingerprint or b"")[:4], "big", signed=True)}
-
-
-def dead_letter(letter: DeadLetter, key: bytes | None) -> Statement:
-    params = {
-        "identity": letter.identity,
-        "key": key,
-        "body": letter.body,
-        "headers": encode_headers(letter.headers),
-        "attempts": letter.attempts,
-        "delivered": letter.delivered,
-        "body_size": letter.body_size,
-        "body_sha256": letter.body_sha256,
-        "content": letter.content,
-        "again": letter.again,
-        "letter": letter.letter,
-        "traceback": None if letter.traceback is None else clean(letter.traceback),
-        "forward": letter.forward,
-    }
-    texts = ("handler", "scope", "source", "position", "reason", "error")
-    return "dead_letter", params | {name: clean(getattr(letter, name)) for name in texts}

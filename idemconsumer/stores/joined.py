@@ -14,8 +14,8 @@ from idemconsumer.message.origin import Pending, with_origin
 from idemconsumer.ports.store import Claim, DeadLetter, LoggedDeliveries, NextAttempt
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.checks import check_database
-from idemconsumer.stores.claims import PostgresClaims, shown, transaction
-from idemconsumer.stores.deliveries import columns_of
+from idemconsumer.stores.claims import PostgresClaims, transaction
+from idemconsumer.stores.columns import columns_of, shown
 from idemconsumer.stores.grants import Kind
 from idemconsumer.stores.hashing import settle_hashing
 from idemconsumer.stores.literals import clean

@@ -27,10 +27,10 @@ from idemconsumer.ports.leases import Begun, Kinship, LeasedSaga, Look
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.saga import ANY_VERSION, CANCELLED, CONFLICT
 from idemconsumer.rules.values import Found, Record, State, StepKind, StepRow, StepState
-from idemconsumer.stores.claims import PostgresClaims, Statement, transaction
+from idemconsumer.stores.claims import PostgresClaims, transaction
+from idemconsumer.stores.columns import Statement, stored_row
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.pool import Pool
-from idemconsumer.stores.results import stored_row
 from idemconsumer.stores.shared_commits import (
     BEGIN_SAGAS,
     BEGIN_STEPS,

@@ -20,6 +20,7 @@ from psycopg.conninfo import make_conninfo
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from idemconsumer.errors import ConfigurationError, Contention, StoreUnavailable
+from idemconsumer.logs import log
 from idemconsumer.ports.store import Claim
 from idemconsumer.redaction import error_text
 from idemconsumer.sql.answering import PATIENCE
@@ -27,7 +28,6 @@ from idemconsumer.sql.connecting import OwnCursor, connect_async, nobody_listens
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.answers import loaded
 from idemconsumer.stores.connection import Connection
-from idemconsumer.stores.deliveries import Unlogged
 from idemconsumer.stores.literals import written
 from idemconsumer.stores.session import Session, SessionRules
 from idemconsumer.stores.sharing import PARTY, Sharing
@@ -370,6 +370,21 @@ class Pool:
         standby = [self.queries["standby"]] if self.require_standby else []
         statements = [self.queries["begin"], written(self.queries[name], params, connection), *standby, b"COMMIT"]
         return loaded(connection, (await connection.simple(b"; ".join(statements)))[1])
+
+
+class Unlogged:
+    """What keeps the delivery log from being written, said once."""
+
+    def __init__(self) -> None:
+        self._problem: str | None = None
+
+    def heard(self, problem: str | None) -> None:
+        """None: it was written."""
+        if problem is not None and self._problem is None:
+            log.warning("the delivery log cannot be written, messages run without it", error=problem)
+        elif problem is None and self._problem is not None:
+            log.info("the delivery log is written again")
+        self._problem = problem
 
 
 def cause_of(connection: Connection, error: psycopg.Error) -> Exception:

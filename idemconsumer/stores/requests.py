@@ -28,10 +28,10 @@ from idemconsumer.rules.recent import Recent
 from idemconsumer.rules.values import ENDED, Record, State
 from idemconsumer.rules.verdicts import Verdict, judge
 from idemconsumer.stores.answers import claimed_request, moment, records, taken_request
-from idemconsumer.stores.claims import Statement, transaction
+from idemconsumer.stores.claims import transaction
+from idemconsumer.stores.columns import Statement, kept_row
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.pool import Pool
-from idemconsumer.stores.results import kept_row
 from idemconsumer.stores.shared_reads import Looks
 from idemconsumer.stores.sharing import short
 from idemconsumer.stores.unfinished import Unfinished

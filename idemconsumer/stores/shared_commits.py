@@ -22,8 +22,8 @@ from idemconsumer.logs import log
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record
 from idemconsumer.stores.answers import begun
-from idemconsumer.stores.awaited import TAKE_ACCEPTED, in_hand, taking
-from idemconsumer.stores.claims import PostgresClaims, Statement, transaction
+from idemconsumer.stores.claims import PostgresClaims, transaction
+from idemconsumer.stores.columns import TAKE_ACCEPTED, Statement, in_hand, taking
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.sharing import OTHERS, PARTY
 from idemconsumer.user_code.cancellation import until_done

@@ -1,0 +1,147 @@
+"""What is stored, as the columns of statements, and back: claims, results at rest, dead letters, the delivery log."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import fields
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from idemconsumer.errors import CannotKeep
+from idemconsumer.message.headers import encode_headers
+from idemconsumer.message.message import StoredResult
+from idemconsumer.ports.store import Claim, DeadLetter, LoggedDeliveries
+from idemconsumer.redaction import error_text
+from idemconsumer.rules.values import Mark, Record, State
+from idemconsumer.stores.literals import clean
+
+T = TypeVar("T")
+
+Statement = tuple[str, dict[str, Any]]  # of the engine's own: its name, and its parameters
+
+TAKE_ACCEPTED: Final = "take_accepted"
+_HEADERS: Final = msgspec.json.Decoder(tuple[tuple[str, str], ...])
+_LONGEST: Final = 20 * 86_400.0  # seconds, whose milliseconds are an integer of the database
+
+
+# ------------------------------------------------------------------------------------------------------------ claims
+def shown(claim: Claim) -> dict[str, Any]:
+    """What a claim shows of its fingerprint: 32 bits, as the number of a lock."""
+    return {"fingerprint": int.from_bytes((claim.fingerprint or b"")[:4], "big", signed=True)}
+
+
+def taking(claims: Sequence[Claim]) -> Statement | None:
+    """What makes room for those with a token, each the one message that a PENDING record waits for (H46). It returns
+    the keys that are awaited. None: there are none."""
+    accepted = [claim for claim in claims if claim.token is not None and not claim.pending]
+    if not accepted:
+        return None
+    return TAKE_ACCEPTED, {
+        "keys": [claim.key for claim in accepted],
+        "tokens": [claim.token for claim in accepted],
+        "fingerprints": [claim.fingerprint for claim in accepted],
+        "canonicals": [claim.canonical for claim in accepted],
+    }
+
+
+def in_hand(key: bytes, found: T | Record | Mark, awaited: Container[bytes]) -> T | Record | Mark:
+    """What a claim has found. A record that waits for this very message and is PENDING still is locked by somebody: to
+    take the message for its duplicate would lose it."""
+    return Mark.BUSY if key in awaited and isinstance(found, Record) and found.state is State.PENDING else found
+
+
+# ----------------------------------------------------------------------------------------------------------- results
+def stored_columns(results: Sequence[StoredResult]) -> dict[str, Any]:
+    """The arrays of `store_results`, without the keys (R36)."""
+    statuses = [result.status for result in results]
+    headers = [_written(result) for result in results]
+    return {
+        "bodies": [result.body for result in results],
+        "types": [result.content_type for result in results],
+        "statuses": None if all(status is None for status in statuses) else statuses,
+        "headers": None if all(each is None for each in headers) else headers,
+    }
+
+
+def stored_row(result: StoredResult | None) -> dict[str, Any]:
+    """What ends a saga."""
+    if result is None:
+        return dict.fromkeys(("result", "content_type", "status", "sent"))
+    sent = _written(result)
+    return {"result": result.body, "content_type": result.content_type, "status": result.status, "sent": sent}
+
+
+def kept_row(result: StoredResult) -> dict[str, Any]:
+    """As `stored_row`. Raises CannotKeep for what Postgres has no column for, before anything is sent."""
+    try:
+        row = stored_row(result)
+        result.content_type.encode()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CannotKeep(f"a response that cannot be stored in a row: {error_text(error)}") from error
+    if "\0" in result.content_type:
+        raise CannotKeep("a response with a NUL in its content type, which Postgres text cannot hold")
+    return row
+
+
+def read_result(body: bytes | None, kind: str, status: int | None, headers: bytes | None) -> StoredResult | None:
+    """The inverse; `kind` is the content type. Raises msgspec.MsgspecError for headers that are none."""
+    if body is None:
+        return None
+    return StoredResult(body, kind, status, () if headers is None else _HEADERS.decode(headers))
+
+
+def _written(result: StoredResult) -> bytes | None:
+    return msgspec.json.encode(result.headers) if result.headers else None
+
+
+# --------------------------------------------------------------------------------- dead letters and the delivery log
+def dead_letter(letter: DeadLetter, key: bytes | None) -> Statement:
+    params = {each.name: getattr(letter, each.name) for each in fields(letter)}
+    params |= {"key": key, "headers": encode_headers(letter.headers)}
+    texts = ("handler", "scope", "source", "position", "reason", "error", "traceback")
+    return "dead_letter", params | {name: clean(text) for name in texts if (text := params[name]) is not None}
+
+
+def columns_of(logged: LoggedDeliveries) -> dict[str, Any]:
+    """A row of the delivery log, all as text, which is written into a statement ten times as fast as arrays are."""
+    now = time.monotonic()
+    return {
+        "keep": logged.keep,
+        "app": logged.app,
+        "handler": logged.handler,
+        "worker": logged.worker,
+        "keys": _array(struct.unpack(f">{len(logged.keys)}q", b"".join([key[:8] for key in logged.keys]))),
+        "sources": _lines(_alike(logged.sources)),
+        "positions": _lines(logged.positions),
+        "outcomes": _lines(_alike(logged.outcomes)),
+        "attempts": _array(_alike(logged.attempts)),
+        "ended": _array(_alike(_milliseconds(now, logged.ended))),
+        "arrived": _array(_alike(_milliseconds(now, logged.arrived))),
+    }
+
+
+def first_bytes(key: bytes) -> int:
+    """What the log has of a stored key."""
+    return int.from_bytes(key[:8], signed=True)
+
+
+def _alike(values: Sequence[T]) -> Sequence[T]:
+    return values[:1] if values.count(values[0]) == len(values) else values
+
+
+def _array(values: Iterable[int]) -> str:
+    return "{" + ",".join(map(str, values)) + "}"
+
+
+def _lines(texts: Sequence[str]) -> str:
+    joined = "\n".join(texts)
+    if joined.isascii() and "\0" not in joined and joined.count("\n") == len(texts) - 1:
+        return joined
+    return "\n".join(clean(text).replace("\n", " ") for text in texts)
+
+
+def _milliseconds(now: float, times: Sequence[float]) -> list[int]:
+    return [int(min(now - each, _LONGEST) * 1000) for each in times]
