@@ -22,7 +22,7 @@ from benchmarks._measure import Figure, Result, Spread, Table
 from benchmarks._sizes import OURS
 from benchmarks._stage import Stage
 from benchmarks.long_runs import fitting, make_records
-from idemconsumer.stores.tuning import MINUTES, wal_gb
+from idemconsumer.stores.server import MINUTES, wal_gb
 
 _MOST = 100_000_000
 _BESIDE, _NONE = 20.0, 6.0  # seconds of load, in turn

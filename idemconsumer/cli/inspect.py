@@ -30,10 +30,8 @@ from idemconsumer.process.child import Exit
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings, load
 from idemconsumer.stores.checks import check_database, is_exposed
-from idemconsumer.stores.connection_limits import narrowest
 from idemconsumer.stores.migrations import status
-from idemconsumer.stores.standbys import durability
-from idemconsumer.stores.tuning import advice
+from idemconsumer.stores.server import advice, durability, narrowest
 from idemconsumer.worker.capacity import most_connections, resting_connections
 from idemconsumer.worker.sources import Sharing, source_findings
 from idemconsumer.worker.worker import longest_run, shortest_lease

@@ -15,8 +15,8 @@ from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import check_schema
 from idemconsumer.stores import grants
 from idemconsumer.stores.migrations import files, names
+from idemconsumer.stores.server import refuse_unless_synchronous
 from idemconsumer.stores.session import OLDEST, SessionRules
-from idemconsumer.stores.standbys import refuse_unless_synchronous
 
 # All from the catalogs, which everybody may read: to_regclass fails without USAGE on the schema.
 _SERVER: Final = """

@@ -45,6 +45,7 @@ from idemconsumer.stores.columns import Statement, columns_of, dead_letter, in_h
 from idemconsumer.stores.lending import Lending
 from idemconsumer.stores.literals import bytea_array, clean, written
 from idemconsumer.stores.pool import Pool
+from idemconsumer.stores.server import SETTINGS, WAITING
 from idemconsumer.stores.session import LOCK_TIMEOUT, Session
 from idemconsumer.stores.sqlstates import (
     GUARD,
@@ -56,7 +57,6 @@ from idemconsumer.stores.sqlstates import (
     raised_on,
     translate,
 )
-from idemconsumer.stores.standbys import SETTINGS, WAITING
 from idemconsumer.stores.tx import PostgresTx
 from idemconsumer.user_code.cancellation import uninterrupted
 

@@ -13,8 +13,8 @@ from psycopg.conninfo import make_conninfo
 from idemconsumer import App, Tx
 from idemconsumer.cli.inspect import findings
 from idemconsumer.settings import Settings
-from idemconsumer.stores.connection_limits import ConnectionLimit, narrowest
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.server import ConnectionLimit, narrowest
 from tests.support.ledger import SCHEMA, Ledger
 from tests.support.servers.made import PrivatePgBouncer
 from tests.support.servers.pgbouncer import carry

@@ -19,7 +19,7 @@ from idemconsumer.rules.values import State
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.standbys import durability, judged
+from idemconsumer.stores.server import durability, judged
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, works, write
 from tests.support.servers.made import PrivatePostgres
 from tests.support.servers.streaming import promote, standby_of

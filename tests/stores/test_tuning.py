@@ -6,7 +6,7 @@ import msgspec
 import psycopg
 import pytest
 
-from idemconsumer.stores.tuning import Server, Table, advice, of_server, of_tables, wal_gb
+from idemconsumer.stores.server import Server, Table, advice, of_server, of_tables, wal_gb
 from tests.support.servers.postgres import migrated
 
 GOOD = Server(records=2e6, wal_mb=16 * 1024, minutes=30, compression="off", lz4=True, autovacuum=True)
