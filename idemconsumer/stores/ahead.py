@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from psycopg import OperationalError, generators
+from psycopg import Error, OperationalError, generators
 from psycopg.errors import error_from_result
 from psycopg.pq import ConnStatus, ExecStatus
 from psycopg.pq.abc import PGconn, PGresult
@@ -22,12 +22,15 @@ from psycopg.waiting import Ready, Wait
 from idemconsumer.errors import RunEagerly
 from idemconsumer.rules.habits import Habits
 from idemconsumer.sql.answering import Exchange
-from idemconsumer.stores.outdated import is_outdated
 
 _TOGETHER: Final = 16  # statements behind which there is a Sync, so that the server answers while more are made
 _BYTES: Final = 6_000  # of 8,192 libpq sends the first part by itself, and the server counts no idle time behind a part
 _AROUND: Final = 64  # bytes of a statement's messages beside what is counted
 _PARAM: Final = 10  # of the type, the format and the length of a parameter
+_NO_SUCH_NAME: Final = "26000"  # somebody has sent DEALLOCATE or DISCARD, in a function of the database perhaps
+_NAME_IS_TAKEN: Final = "42P05"
+_NOT_SUPPORTED: Final = "0A000"
+_FINDS_OTHER_COLUMNS: Final = "RevalidateCachedQuery"  # in the server; its text may be in any language
 
 
 class Sent:
@@ -183,6 +186,15 @@ class Ahead:
     def abandon(self) -> None:
         """The transaction is rolled back: the answers do not matter."""
         self.abandoned = True
+
+
+def is_outdated(error: Exception | None) -> bool:
+    """Whether it is one of what was prepared for a handler without its asking: the engine's own fault (J28)."""
+    if not isinstance(error, Error):
+        return False
+    state = error.sqlstate
+    changed = state == _NOT_SUPPORTED and error.diag.source_function == _FINDS_OTHER_COLUMNS
+    return changed or state in (_NO_SUCH_NAME, _NAME_IS_TAKEN)
 
 
 def _size(params: Sequence[Any] | None) -> int:

@@ -13,9 +13,9 @@ from psycopg import pq
 
 from idemconsumer.errors import HandlerFault, RunEagerly
 from idemconsumer.sql.answering import PATIENCE
+from idemconsumer.stores.ahead import is_outdated
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.lent import LentConnection
-from idemconsumer.stores.outdated import is_outdated
 from idemconsumer.stores.session import Session
 from idemconsumer.stores.statements import Effect, special, text_of
 from idemconsumer.user_code.leftovers import begin_run, left_running, name_of

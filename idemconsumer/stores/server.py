@@ -38,8 +38,8 @@ async def _row(connection: _Connection, query: str, given: Mapping[str, Any] | N
 
 
 # ---------------------------------------------------------------------------------------------------------- standbys
-# R22: with asynchronous standbys alone a failover loses what was acknowledged last, record, effects and result, while the
-# broker has already deleted the message. `check` says so, and `require_synchronous_standby` refuses to run like that.
+# R22: with asynchronous standbys alone a failover loses what was acknowledged last, record, effects and result, while
+# the broker has deleted the message already. `check` says so, and `require_synchronous_standby` refuses to run so.
 WAITING: Final = ("on", "remote_apply")  # of synchronous_commit: COMMIT waits until a standby has flushed it
 _REMEDY: Final = (
     "ALTER SYSTEM SET synchronous_standby_names = 'ANY 1 (*)'; ALTER SYSTEM SET synchronous_commit = on; "
