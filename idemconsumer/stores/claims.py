@@ -43,7 +43,7 @@ from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.stores.answers import loaded, outcomes
 from idemconsumer.stores.columns import Statement, columns_of, dead_letter, in_hand, shown, stored_columns, taking
 from idemconsumer.stores.lending import Lending
-from idemconsumer.stores.literals import bytea_array, clean, written
+from idemconsumer.stores.literals import bytea_array, clean
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.server import SETTINGS, WAITING
 from idemconsumer.stores.session import LOCK_TIMEOUT, Session
@@ -208,7 +208,7 @@ class PostgresClaims:
         return [begin, self._queries["unchanged"]] if self._connection.pooled else [begin]
 
     def _written(self, name: str, params: dict[str, Any]) -> bytes:
-        return written(self._queries[name], params, self._connection)
+        return self._pool.written(self._connection, name, params)
 
     # --------------------------------------------------------------------------------------------------- what is inside
     def rows(self, answer: PGresult) -> list[tuple[Any, ...]]:
@@ -405,8 +405,7 @@ class PostgresClaims:
         log_at = len(statements)
         if logged is not None:
             statements.append(self._written("log_deliveries", columns_of(logged)))
-        if self._pool.require_standby:
-            statements.append(self._queries["standby"])
+        statements += self._pool.standby
         seal = {"seal": self._seal, "session": connection.state}
         name, params = last or ("seal_group" if self._group > 1 else "seal", {})
         statements.append(self._written(name, params | seal))
@@ -436,8 +435,7 @@ class PostgresClaims:
         def message() -> list[bytes]:
             mark = {"seal": self._seal, "session": connection.state}
             opening = self._written("seal_group", mark) if begun else self._opening(sealed=True)
-            standby = [self._queries["standby"]] if self._pool.require_standby else []
-            return [opening, *standby, *(self._written(*each) for each in statements), b"COMMIT"]
+            return [opening, *self._pool.standby, *(self._written(*each) for each in statements), b"COMMIT"]
 
         answers = await self._committed(message, again=not begun)
         if not begun:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg import pq
@@ -34,6 +34,8 @@ from idemconsumer.stores.sharing import PARTY, Sharing
 from idemconsumer.stores.slow_commits import SlowCommits
 from idemconsumer.stores.sqlstates import NOT_DURABLE, may_be_changed, not_durable, translate
 from idemconsumer.user_code.cancellation import CancellationWatch, run_on
+
+T = TypeVar("T")
 
 _ACQUIRE_SECONDS: Final = 3.0  # an outage is noticed within this time
 _TRY_SECONDS: Final = 0.5  # and its end within this
@@ -277,13 +279,8 @@ class Pool:
 
     async def server_started(self) -> datetime:
         """When the server was started, by its clock: another time is another server, or a restart."""
-        async with self.connection() as connection:
-            try:
-                cursor = await OwnCursor(connection).execute(self.queries["server_started"])
-                ((started,),) = await cursor.fetchall()
-            except psycopg.Error as error:
-                raise translate(connection, error, ours=True) from error
-            return started  # type: ignore[no-any-return]
+        ((started,),) = await self.read("server_started", {})
+        return started  # type: ignore[no-any-return]
 
     async def born(self) -> str:
         """What tells this schema from one in any other database (H33)."""
@@ -336,40 +333,48 @@ class Pool:
     async def look(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         """As `read`, in half of its time: one simple query, as claims are. Raises as `alone`."""
         async with self.connection() as connection:
-            try:
-                try:
-                    return await self._looked(connection, name, params)
-                except psycopg.Error as error:
-                    if not may_be_changed(connection, error):
-                        raise
-                await self.reset(connection)  # J25
-                return await self._looked(connection, name, params)
-            except psycopg.Error as error:
-                raise cause_of(connection, error) from error
 
-    async def _looked(self, connection: Session, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-        (answer,) = await connection.simple(written(self.queries[name], params, connection))
-        return loaded(connection, answer)
+            async def look() -> list[tuple[Any, ...]]:
+                (answer,) = await connection.simple(self.written(connection, name, params))
+                return loaded(connection, answer)
+
+            return await self._done(connection, look)
 
     async def run(self, connection: Session, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-        """As `alone`, on a connection with no open transaction."""
+        """As `alone`, on a connection with no open transaction.
+
+        It is one simple query, which is answered whole or not at all: of psycopg's pipelines a cancellation may leave
+        the mode on, and a part of what was to be one transaction on the server (J15).
+        """
+
+        async def run() -> list[tuple[Any, ...]]:
+            statement = self.written(connection, name, params)
+            statements = [self.queries["begin"], statement, *self.standby, b"COMMIT"]
+            return loaded(connection, (await connection.simple(b"; ".join(statements)))[1])
+
+        return await self._done(connection, run)
+
+    async def _done(self, connection: Session, act: Callable[[], Awaitable[T]]) -> T:
+        """What it returns. If a changed session may be why it fails, it is done again after a reset (J25)."""
         try:
             try:
-                return await self._run(connection, name, params)
+                return await act()
             except psycopg.Error as error:
                 if not may_be_changed(connection, error):
                     raise
-            await self.reset(connection)  # J25
-            return await self._run(connection, name, params)
+            await self.reset(connection)
+            return await act()
         except psycopg.Error as error:
             raise cause_of(connection, error) from error
 
-    async def _run(self, connection: Session, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-        """In one simple query, which is answered whole or not at all: of psycopg's pipelines a cancellation may leave
-        the mode on, and a part of what was to be one transaction on the server (J15)."""
-        standby = [self.queries["standby"]] if self.require_standby else []
-        statements = [self.queries["begin"], written(self.queries[name], params, connection), *standby, b"COMMIT"]
-        return loaded(connection, (await connection.simple(b"; ".join(statements)))[1])
+    def written(self, connection: Session, name: str, params: Mapping[str, object]) -> bytes:
+        """A statement as it is sent on this connection."""
+        return written(self.queries[name], params, connection)
+
+    @property
+    def standby(self) -> list[bytes]:
+        """What refuses a COMMIT for which no synchronous standby is waited for, if one is required (R22)."""
+        return [self.queries["standby"]] if self.require_standby else []
 
 
 class Unlogged:

@@ -17,7 +17,6 @@ from psycopg.pq.abc import PGresult
 
 from idemconsumer.ports.store import Claim
 from idemconsumer.stores.answers import readers
-from idemconsumer.stores.literals import written
 from idemconsumer.stores.pool import Pool, cause_of
 from idemconsumer.stores.session import Session
 
@@ -55,7 +54,7 @@ class PostgresReading:
         """Take ours off the record. After an error `PostgresStore.end_reading` does so."""
         if self.ours:
             params = {"keys": list(self.ours), "reader": self._reader}
-            await self._send([self._written("end_reading", params), *self._standby(), b"COMMIT"])
+            await self._send([self._written("end_reading", params), *self._pool.standby, b"COMMIT"])
         self._pool.readers.discard(self._reader)
 
     async def _commit_and_hold(self, names: Sequence[str], params: dict[str, object]) -> PGresult:
@@ -65,7 +64,7 @@ class PostgresReading:
         first = [begin, *(self._written(name, params) for name in names)]
         lock, hold = (self._written(name, {"reader": self._reader}) for name in ("lock_reader", "hold_reader"))
         self._connection.changed = True  # a message that fails in between may leave the session with the lock
-        answers = await self._send([*first, *self._standby(), lock, b"COMMIT", begin, hold])
+        answers = await self._send([*first, *self._pool.standby, lock, b"COMMIT", begin, hold])
         self._connection.changed = False
         return answers[len(first) - 1]
 
@@ -76,7 +75,4 @@ class PostgresReading:
             raise cause_of(self._connection, error) from error
 
     def _written(self, name: str, params: dict[str, object]) -> bytes:
-        return written(self._pool.queries[name], params, self._connection)
-
-    def _standby(self) -> list[bytes]:
-        return [self._pool.queries["standby"]] if self._pool.require_standby else []
+        return self._pool.written(self._connection, name, params)
