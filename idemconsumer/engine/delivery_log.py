@@ -31,8 +31,8 @@ _MOST: Final = 20_000  # that wait to be written, some megabytes
 _FAREWELL: Final = 2.0  # seconds
 
 
-class _Waiting(NamedTuple):
-    """A delivery, without its message: the columns of `LoggedDeliveries`."""
+class _Ended(NamedTuple):
+    """What became of a delivery, without its message: the columns of `LoggedDeliveries`."""
 
     key: bytes
     source: str
@@ -42,6 +42,12 @@ class _Waiting(NamedTuple):
     ended: float
     arrived: float
 
+    @classmethod
+    def of(cls, work: Work, outcome: str, attempt: int, now: float) -> _Ended:
+        message = work.message
+        position = message.position or message.message_id or ""
+        return cls(work.key, message.source, position, outcome, attempt, now, work.arrived)
+
 
 class DeliveryLog:
     """Of one engine. Without `delivery_log` it costs nothing."""
@@ -49,7 +55,7 @@ class DeliveryLog:
     def __init__(self, store: PostgresStore) -> None:
         self._store = store
         self._worker = f"{socket.gethostname()} {os.getpid()}"
-        self._waiting: dict[BoundHandler, list[_Waiting]] = {}
+        self._waiting: dict[BoundHandler, list[_Ended]] = {}
         self._count = 0
         self._lost = 0
         self._writing: asyncio.Task[None] | None = None
@@ -59,17 +65,8 @@ class DeliveryLog:
         """What to write in the commit that applies these, all of one handler. None: they are not logged."""
         if not works or not works[0].handler.delivery_log:
             return None
-        messages = [work.message for work in works]
-        return self._row(
-            works[0].handler,
-            [work.key for work in works],
-            [message.source for message in messages],
-            [message.position or message.message_id or "" for message in messages],
-            ("applied",),
-            [work.attempt for work in works],
-            (time.monotonic(),),
-            [work.arrived for work in works],
-        )
+        now = time.monotonic()
+        return self._row(works[0].handler, [_Ended.of(work, "applied", work.attempt, now) for work in works])
 
     def add(self, group: Sequence[Work], outcomes: Sequence[Outcome]) -> None:
         """What became of the first of `group`, all of one handler; it is written soon, unless that was done."""
@@ -84,7 +81,7 @@ class DeliveryLog:
             if self._count >= _MOST:
                 self._lost += 1
                 continue
-            self._waiting.setdefault(handler, []).append(_waiting(work, told, outcome.attempt, now))
+            self._waiting.setdefault(handler, []).append(_Ended.of(work, told, outcome.attempt, now))
             self._count += 1
         if self._waiting and (self._writing is None or self._writing.done()):
             # In a context of its own: it is of no lane, and takes no lane's share of the connections.
@@ -110,7 +107,7 @@ class DeliveryLog:
         waiting, self._waiting = self._waiting, {}
         lost, self._lost, self._count = self._lost, 0, 0
         rows = [
-            self._row(handler, *map(list, zip(*deliveries[start : start + _TOGETHER], strict=True)))
+            self._row(handler, deliveries[start : start + _TOGETHER])
             for handler, deliveries in waiting.items()
             for start in range(0, len(deliveries), _TOGETHER)
         ]
@@ -123,11 +120,6 @@ class DeliveryLog:
         if lost:
             log.warning("deliveries are missing from the delivery log", count=lost)
 
-    def _row(self, handler: BoundHandler, *columns: Any) -> LoggedDeliveries:
+    def _row(self, handler: BoundHandler, deliveries: Sequence[_Ended]) -> LoggedDeliveries:
+        columns: Any = map(list, zip(*deliveries, strict=True))
         return LoggedDeliveries(handler.delivery_log, handler.app, handler.name, self._worker, *columns)
-
-
-def _waiting(work: Work, outcome: str, attempt: int, now: float) -> _Waiting:
-    message = work.message
-    position = message.position or message.message_id or ""
-    return _Waiting(work.key, message.source, position, outcome, attempt, now, work.arrived)
