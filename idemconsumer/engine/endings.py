@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from idemconsumer.engine.blame import describe, rejection_of
-from idemconsumer.engine.contention import Contended
+from idemconsumer.engine.evidence import Contended
 from idemconsumer.engine.failing import Failing, Subject
 from idemconsumer.engine.letters import dead_letter
 from idemconsumer.engine.telling import Telling

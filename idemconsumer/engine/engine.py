@@ -15,11 +15,10 @@ from itertools import takewhile
 from idemconsumer.engine.company import Company
 from idemconsumer.engine.delivery_log import DeliveryLog
 from idemconsumer.engine.endings import Endings
+from idemconsumer.engine.evidence import LostConnections, Suspects
 from idemconsumer.engine.failing import Failing, Subject
 from idemconsumer.engine.group_sizes import GroupSizes
 from idemconsumer.engine.groups import Groups
-from idemconsumer.engine.lost_connections import LostConnections
-from idemconsumer.engine.suspects import Suspects
 from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work, traced
 from idemconsumer.errors import Contention, StoreUnavailable

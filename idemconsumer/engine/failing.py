@@ -11,9 +11,10 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 from idemconsumer.engine.blame import said, where
+from idemconsumer.engine.evidence import put
 from idemconsumer.errors import BadMessage, Retry
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
@@ -23,9 +24,6 @@ from idemconsumer.rules.held_up import Failures
 Function: TypeAlias = Callable[..., Any]
 
 _HEALTHY: Final = Health()
-_MOST: Final = 10_000  # messages that are known to have failed, of each subject, and their tenants
-_K = TypeVar("_K")
-_V = TypeVar("_V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +136,9 @@ class Failing:
         before = account.health
         health = account.health = before.failed(now, first=first and key not in account.failed)
         if key not in account.failed:
-            _put(account.failed, key, None)
+            put(account.failed, key, None)
             if tenant is not None:
-                _put(account.tenants, tenant, account.tenants.get(tenant, 0) + 1)
+                put(account.tenants, tenant, account.tenants.get(tenant, 0) + 1)
         account.began = account.began if account.runs else now
         account.runs += 1
         account.error = _in_short(error)
@@ -168,10 +166,3 @@ def _in_short(error: BaseException) -> str:
     """What it is, and where. What it says may quote the message."""
     kind, place = error.reason if isinstance(error, BadMessage) else type(error).__name__, where(error)
     return kind if place == "unknown" else f"{kind} at {place}"
-
-
-def _put(known: dict[_K, _V], key: _K, value: _V) -> None:
-    """In the place of the oldest one, if there are too many."""
-    if key not in known and len(known) >= _MOST:
-        del known[next(iter(known))]
-    known[key] = value

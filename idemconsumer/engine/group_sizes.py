@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from idemconsumer.engine.contention import OF_LATE
+from idemconsumer.engine.evidence import OF_LATE
 from idemconsumer.errors import Contention
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log

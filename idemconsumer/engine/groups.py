@@ -14,9 +14,9 @@ from idemconsumer.engine import reading
 from idemconsumer.engine.blame import HandlerFailed, describe
 from idemconsumer.engine.delivery_log import DeliveryLog
 from idemconsumer.engine.endings import Endings, FailedBehind, final
+from idemconsumer.engine.evidence import LostConnections
 from idemconsumer.engine.failing import Subject
 from idemconsumer.engine.group_sizes import GroupSizes
-from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import (
     BadMessage,

@@ -15,9 +15,8 @@ from msgspec.structs import replace
 
 from idemconsumer.engine import reading
 from idemconsumer.engine.blame import describe, rejection_of
-from idemconsumer.engine.contention import Contended
+from idemconsumer.engine.evidence import Contended, LostConnections
 from idemconsumer.engine.failing import Function
-from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import (

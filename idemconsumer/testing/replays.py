@@ -19,9 +19,8 @@ import msgspec
 from idemconsumer.admin.histories import SagaHistory
 from idemconsumer.app.app import App
 from idemconsumer.app.sagas import AppStarter
-from idemconsumer.engine.contention import Contended
+from idemconsumer.engine.evidence import Contended, LostConnections
 from idemconsumer.engine.failing import Failing
-from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError, SagaChanged

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import Tx, idempotent_handler
-from idemconsumer.engine import contention
+from idemconsumer.engine import evidence
 from idemconsumer.engine.engine import Engine
 from idemconsumer.rules.verdicts import contention_pause
 from tests.support.collisions import a_lock_is_taken, collide
@@ -22,7 +22,7 @@ Clock = SimpleNamespace
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Of the streaks alone, in seconds."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(contention, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(evidence, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

@@ -19,7 +19,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from idemconsumer import App, Batch, Message, Saga, Tx, idempotent_handler
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.engine.engine import Engine
-from idemconsumer.engine.lost_connections import LostConnections
+from idemconsumer.engine.evidence import LostConnections
 from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import ConnectionLost, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler

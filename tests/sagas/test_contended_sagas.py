@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Saga, Tx
-from idemconsumer.engine import contention
+from idemconsumer.engine import evidence
 from tests.support.collisions import a_lock_is_taken, collide
 from tests.support.sagas import Bench, Station, put, saga
 
@@ -22,7 +22,7 @@ async def hit(tx: Tx) -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(contention, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(evidence, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
