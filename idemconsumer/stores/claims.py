@@ -378,43 +378,35 @@ class PostgresClaims:
         """
         self.end()
         await self.restore()
-        # J4: a connection that is given back busy would commit later.
-        completion = self._complete(results, forget, failed, logged, more, last)
-        return await uninterrupted(completion, hurry=self._connection.hurry)
-
-    async def _complete(
-        self,
-        results: Sequence[tuple[bytes, StoredResult]],
-        forget: Sequence[bytes],
-        failed: tuple[Claim, str] | None,
-        logged: LoggedDeliveries | None,
-        more: Sequence[Statement],
-        last: Statement | None,
-    ) -> int:
         connection = self._connection
-        statements = [self._written(*each) for each in more]
-        if failed is not None:
-            claim, error = failed
-            attempt = {"key": claim.key, "scope": claim.scope, "error": clean(error)}
-            statements.append(self._written("count_attempt", attempt))
-        if results:
-            columns = stored_columns([result for _, result in results])
-            statements.append(self._written("store_results", {"keys": [key for key, _ in results], **columns}))
-        if forget:
-            statements.append(self._written("forget_attempts", {"keys": list(forget)}))
-        log_at = len(statements)
-        if logged is not None:
-            statements.append(self._written("log_deliveries", columns_of(logged)))
-        statements += self._pool.standby
-        seal = {"seal": self._seal, "session": connection.state}
-        name, params = last or ("seal_group" if self._group > 1 else "seal", {})
-        statements.append(self._written(name, params | seal))
-        answers = await self._committed(lambda: [*statements, b"COMMIT"])
-        if logged is not None:
-            self._pool.unlogged.heard(self.rows(answers[log_at])[0][0])
-        if last is not None:
-            return int(answers[-2].get_value(0, 0) or 0)
-        return 0 if failed is None else int(answers[len(more)].get_value(0, 0) or 0)
+
+        async def complete() -> int:
+            statements = [self._written(*each) for each in more]
+            if failed is not None:
+                claim, error = failed
+                attempt = {"key": claim.key, "scope": claim.scope, "error": clean(error)}
+                statements.append(self._written("count_attempt", attempt))
+            if results:
+                columns = stored_columns([result for _, result in results])
+                statements.append(self._written("store_results", {"keys": [key for key, _ in results], **columns}))
+            if forget:
+                statements.append(self._written("forget_attempts", {"keys": list(forget)}))
+            log_at = len(statements)
+            if logged is not None:
+                statements.append(self._written("log_deliveries", columns_of(logged)))
+            statements += self._pool.standby
+            seal = {"seal": self._seal, "session": connection.state}
+            name, params = last or ("seal_group" if self._group > 1 else "seal", {})
+            statements.append(self._written(name, params | seal))
+            answers = await self._committed(lambda: [*statements, b"COMMIT"])
+            if logged is not None:
+                self._pool.unlogged.heard(self.rows(answers[log_at])[0][0])
+            if last is not None:
+                return int(answers[-2].get_value(0, 0) or 0)
+            return 0 if failed is None else int(answers[len(more)].get_value(0, 0) or 0)
+
+        # J4: a connection that is given back busy would commit later.
+        return await uninterrupted(complete(), hurry=connection.hurry)
 
     async def commit(self, statements: Sequence[Statement]) -> list[PGresult]:
         """A whole transaction in one message: none of a user's code runs in it, so it is sealed as it opens. Raises as
@@ -422,25 +414,25 @@ class PostgresClaims:
 
         Behind a pooler BEGIN goes first: who asks what a COMMIT waits for has to know its process (R23).
         """
-        if self._connection.pooled:
+        connection = self._connection
+        if connection.pooled:
             await self.begin()
-        # J4: as in `complete`.
-        return await uninterrupted(self._commit(statements), hurry=self._connection.hurry)
-
-    async def _commit(self, statements: Sequence[Statement]) -> list[PGresult]:
-        connection, begun = self._connection, bool(self._seal)
-        if not begun and not connection.as_reported:
-            await self._reset()
+        begun = bool(self._seal)
 
         def message() -> list[bytes]:
             mark = {"seal": self._seal, "session": connection.state}
             opening = self._written("seal_group", mark) if begun else self._opening(sealed=True)
             return [opening, *self._pool.standby, *(self._written(*each) for each in statements), b"COMMIT"]
 
-        answers = await self._committed(message, again=not begun)
-        if not begun:
-            connection.opened(answers[1])
-        return answers[-1 - len(statements) : -1]
+        async def commit() -> list[PGresult]:
+            if not begun and not connection.as_reported:
+                await self._reset()
+            answers = await self._committed(message, again=not begun)
+            if not begun:
+                connection.opened(answers[1])
+            return answers[-1 - len(statements) : -1]
+
+        return await uninterrupted(commit(), hurry=connection.hurry)  # J4: as in `complete`
 
     async def _committed(self, message: Callable[[], list[bytes]], *, again: bool = False) -> list[PGresult]:
         """`message` ends with COMMIT. `again`: it begins with BEGIN, and if a changed session refuses it, it is
