@@ -26,37 +26,24 @@ class PostgresPositions:
     async def begin(
         self, cluster: str, group: str, histories: Mapping[Place, Kept], server: datetime
     ) -> Mapping[Place, int]:
-        given = {
-            "cluster": cluster,
-            "group": group,
-            "server": server,
-            "topics": [topic for topic, _ in histories],
-            "partitions": [partition for _, partition in histories],
-            "histories": [each.history for each in histories.values()],
-            "bases": [each.base for each in histories.values()],
-            "counters": [each.counter for each in histories.values()],
-            "positions": [each.position for each in histories.values()],
-            "leaders": [each.leader for each in histories.values()],
-        }
-        rows = await self._pool.alone("begin_kafka_positions", given)
-        return {(topic, partition): counter for topic, partition, counter in rows}
+        its = {"histories": "history", "bases": "base", "counters": "counter", "positions": "position"}
+        its["leaders"] = "leader"
+        return await self._write("begin_kafka_positions", cluster, group, histories, server, its)
 
     async def save(
         self, cluster: str, group: str, positions: Mapping[Place, Reached], server: datetime
     ) -> Mapping[Place, int]:
-        given = {
-            "cluster": cluster,
-            "group": group,
-            "server": server,
-            "topics": [topic for topic, _ in positions],
-            "partitions": [partition for _, partition in positions],
-            "histories": [each.history for each in positions.values()],
-            "positions": [each.position for each in positions.values()],
-            "leaders": [each.leader for each in positions.values()],
-            "left": [each.left for each in positions.values()],
-        }
-        rows = await self._pool.alone("save_kafka_positions", given)
-        return {(topic, partition): counter for topic, partition, counter in rows}
+        its = {"histories": "history", "positions": "position", "leaders": "leader", "left": "left"}
+        return await self._write("save_kafka_positions", cluster, group, positions, server, its)
+
+    async def _write(
+        self, name: str, cluster: str, group: str, rows: Mapping[Place, Any], server: datetime, its: Mapping[str, str]
+    ) -> Mapping[Place, int]:
+        """The counter of each. `its`: what of a row is in which array of the statement."""
+        given: dict[str, Any] = {"cluster": cluster, "group": group, "server": server}
+        given |= {"topics": [topic for topic, _ in rows], "partitions": [partition for _, partition in rows]}
+        given |= {array: [getattr(each, field) for each in rows.values()] for array, field in its.items()}
+        return {(topic, partition): counter for topic, partition, counter in await self._pool.alone(name, given)}
 
     async def stop(self, cluster: str, group: str, place: Place, first: int, following: int, error: str) -> bool:
         given = _at(cluster, group, place) | {"first": first, "next": following, "error": clean(error)}
