@@ -113,18 +113,23 @@ async def uninterrupted(act: Coroutine[Any, Any, T], *, hurry: Callable[[], None
     cancellation: the store gives no connection to a task that is being cancelled.
     """
     task = asyncio.create_task(act)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await until_done(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-            if hurry is not None:
-                hurry()
-    if cancelled is not None:
+    if (cancelled := await _outlive(hurry, task)) is not None:
         task.exception()
         raise cancelled
     return task.result()
+
+
+async def _outlive(told: Callable[[], object] | None, *futures: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+    """Return once one of them is done. The last cancellation of the caller meanwhile; `told` is called at each."""
+    cancelled: asyncio.CancelledError | None = None
+    while not any(future.done() for future in futures):
+        try:
+            await until_done(*futures)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            if told is not None:
+                told()
+    return cancelled
 
 
 async def end(*tasks: asyncio.Future[Any]) -> None:
@@ -166,18 +171,13 @@ async def run_isolated(
     SelfCancelled, and so is the end of one that was left behind since `leave` was done.
     """
     task = asyncio.create_task(run)
-    waits = (task,) if leave is None else (task, leave)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await until_done(*waits)
-        except asyncio.CancelledError as error:
-            cancelled = error
-            task.cancel()
-            if cancelling is not None:
-                cancelling()
-        if leave is not None and leave.done():
-            break
+
+    def pass_on() -> None:
+        task.cancel()
+        if cancelling is not None:
+            cancelling()
+
+    cancelled = await _outlive(pass_on, *((task,) if leave is None else (task, leave)))
     try:
         raised = task.exception() if task.done() else SelfCancelled()
     except asyncio.CancelledError as error:
