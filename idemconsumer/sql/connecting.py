@@ -93,13 +93,9 @@ def connect(
         if not takes_no_settings(error):
             raise
         connection = BlockingConnection.connect(without_settings(conninfo), **options)
-    if asked:
-        try:
-            refuse_lost(asked, connection.execute(HELD, parameters(asked)).fetchall())
-        except BaseException:
-            connection.close()
-            raise
     try:
+        if asked:
+            refuse_lost(asked, connection.execute(HELD, parameters(asked)).fetchall())
         if not _reads_times(connection):
             connection.execute(_ISO)
     except BaseException:
@@ -120,13 +116,9 @@ async def connect_async(
         if not takes_no_settings(error):
             raise
         connection = await AnsweringConnection.connect(without_settings(conninfo), **options)
-    if asked:
-        try:
-            refuse_lost(asked, await (await OwnCursor(connection).execute(HELD, parameters(asked))).fetchall())
-        except BaseException:
-            await connection.close()
-            raise
     try:
+        if asked:
+            refuse_lost(asked, await (await OwnCursor(connection).execute(HELD, parameters(asked))).fetchall())
         if not _reads_times(connection):
             await OwnCursor(connection).execute(_ISO)
     except BaseException:
