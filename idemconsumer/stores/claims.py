@@ -7,31 +7,17 @@ only sends it in the right order.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import psycopg
-from psycopg import pq
 from psycopg.pq.abc import PGresult
 
-from idemconsumer.errors import (
-    CommitUnknown,
-    ConfigurationError,
-    Contention,
-    GuardViolated,
-    HandlerFault,
-    Reject,
-    Retry,
-    RunEagerly,
-    ServerSilent,
-    StoreChanged,
-    StoreUnavailable,
-)
+from idemconsumer.errors import CommitUnknown, ConfigurationError, GuardViolated, StoreChanged
 from idemconsumer.logs import log
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.store import Claim, DeadLetter, LoggedDeliveries
@@ -43,27 +29,25 @@ from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.stores.answers import loaded, outcomes
 from idemconsumer.stores.columns import Statement, columns_of, dead_letter, in_hand, shown, stored_columns, taking
 from idemconsumer.stores.lending import Lending
-from idemconsumer.stores.literals import bytea_array, clean
+from idemconsumer.stores.literals import bytea_array, clean, float8_array
 from idemconsumer.stores.pool import Pool
-from idemconsumer.stores.server import SETTINGS, WAITING
+from idemconsumer.stores.server import is_durable
 from idemconsumer.stores.session import LOCK_TIMEOUT, Session
 from idemconsumer.stores.sqlstates import (
     GUARD,
     NOT_DURABLE,
     PRUNED,
-    broken_under_handler,
+    diagnosed,
     may_be_changed,
     not_durable,
-    raised_on,
     translate,
-)
+)  # fmt: skip
 from idemconsumer.stores.tx import PostgresTx
 from idemconsumer.user_code.cancellation import uninterrupted
 
 _GROUP_LOCK_TIMEOUT: Final = "50ms"  # G12: a group that waits for another lane's rows is better rerun smaller
 
 _RESET: Final = "session reset, a function, trigger or view had changed its settings"
-_LATE: Final = 0.2  # seconds for the answers to what a handler has sent whose time is over
 _GATE_TIMEOUT: Final = "30s"  # J22: long enough for the groups ahead, each of which is bounded
 
 
@@ -91,10 +75,9 @@ class PostgresClaims:
         self._group = group
         self._gate = gate
         self._seal = ""
-        self._lending = Lending(connection, self._kept)
-        self._lent = False  # to code of a user's
+        self._lending = lending = Lending(connection, self._kept)
+        self.end, self.check, self.settled, self.abandon = lending.end, lending.check, lending.settled, lending.abandon
         self._began = time.monotonic()
-        self._unread: int | None = None  # what was sent before the last run was not read when it had been read so often
         self.committed = False
 
     # ------------------------------------------------------------------------------------------------------ the opening
@@ -136,7 +119,7 @@ class PostgresClaims:
             b"scopes": b"'{%s}'" % b",".join(b"%d" % scope for scope in scopes),
             b"fingerprints": bytea_array([claim.fingerprint for claim in claims]),
             b"canonicals": bytea_array([claim.canonical for claim in claims]),
-            b"expires": _float8_array([claim.expires for claim in claims]),
+            b"expires": float8_array([claim.expires for claim in claims]),
             b"state": b"%d" % state,
         }
         before = [self._written("show", shown(claim)) for claim in claims if claim.shown and claim.fingerprint]
@@ -239,22 +222,12 @@ class PostgresClaims:
         # R20: from here to COMMIT a statement, or a deferred trigger, may take as long as a handler.
         self._connection.patience = self._pool.longest_answer
         ahead = self._connection.ahead
-        self._unread = ahead.reads if ahead.on else None
         if habits is not None:
             ahead.seconds = habits.timeout
         self._connection.statements.prepare(by_itself=habits is not None and self._pool.prepares)
         tx = PostgresTx(self._lending, habits)
         self._lending.to(tx, eager=habits is None)
-        self._lent = True
         return tx
-
-    def end(self) -> None:
-        """The handler has returned: its Tx refuses to be used from now on."""
-        self._lending.end()
-
-    async def abandon(self) -> None:
-        """Nothing is committed. What a handler may have left on the connection, or still does there, ends here."""
-        await self._lending.abandon()
 
     @property
     def lasting(self) -> bool:
@@ -274,7 +247,7 @@ class PostgresClaims:
         else:
             statement = self._restoring("restore_local", mark)
         try:
-            await self._answered(connection.ahead.seconds)  # J26: they are the handler's
+            await lending.answered(connection.ahead.seconds)  # J26: they are the handler's
             connection.ahead.check()
             connection.patience = min(connection.patience, PATIENCE)  # R20
             await connection.simple(statement)
@@ -297,62 +270,11 @@ class PostgresClaims:
         marks = {"seal": self._seal, "mark": mark or self._seal}
         return self._written(name, marks | {"lock_timeout": self._lock_timeout})
 
-    def check(self, *, look: bool = False) -> None:
-        ahead = self._connection.ahead
-        if ahead.signal is not None:
-            raise ahead.signal  # the function swallowed it
-        # After `restore`, which is the engine's, the end of the session would be nobody's.
-        if look or self._lending.changed or self._lending.passing:
-            self._connection.look()
-        if self._connection.closed:
-            raise StoreUnavailable("the connection broke while the handler ran")
-        status = self._connection.info.transaction_status
-        if ahead.on:  # what was sent ahead has not ended the transaction, and whether it failed shows later (J26)
-            status = pq.TransactionStatus.INTRANS
-        if status == pq.TransactionStatus.ACTIVE:
-            self._lending.check()  # names the task
-        if status == pq.TransactionStatus.INERROR:
-            raise HandlerFault(
-                "the handler swallowed a database error, so its transaction can only roll back; "
-                "let the error pass, or put the statement that may fail between SAVEPOINT and ROLLBACK TO"
-            )
-        if status != pq.TransactionStatus.INTRANS:
-            raise GuardViolated("the handler ended the transaction it ran in, or left a statement running")
-        self._lending.check()
-
-    async def settled(self, *, late: bool) -> None:
-        connection, ahead = self._connection, self._connection.ahead
-        shared = self._unread is not None and ahead.reads > self._unread
-        if ahead.on and connection.lock.locked():  # a task of the function waits for the answers, and perhaps for more
-            ahead.end_run(RunEagerly(self._lending.runs - 1, HandlerFault("it failed before all was answered")))
-        elif ahead.on:
-            await self._answered(_LATE if late else ahead.seconds)
-        ahead.check()  # a wait that was cancelled has read the answers, and raised none of them
-        if late and shared:
-            ahead.end_run(RunEagerly(self._lending.runs - 1, TimeoutError("it waited for other messages, too")))
-        if ahead.signal is not None:
-            raise ahead.signal
-
-    async def _answered(self, seconds: float | None) -> None:
-        with suppress(TimeoutError):  # the server has cancelled what took so long, which has failed
-            async with asyncio.timeout(seconds):
-                await self._connection.answered()
-
     async def waits_for_lock(self) -> bool:
         return await self._pool.waits_for_lock(self._connection)
 
     def diagnose(self, error: Exception) -> Exception:
-        if self._connection.silent:
-            return ServerSilent(f"the database did not answer a handler's statement ({type(error).__name__})")
-        if self._connection.closed:
-            return broken_under_handler(error)
-        wraps = not isinstance(error, psycopg.Error | Reject | Retry)  # as SQLAlchemy does
-        cause = error.__cause__ if wraps else error
-        if not isinstance(cause, psycopg.Error) or not raised_on(self._connection, cause):
-            return error
-        # What an error of ours stands for was said to a statement of ours: `app.publish` in a handler's transaction.
-        known = translate(self._connection, cause, ours=isinstance(error, ConfigurationError | StoreUnavailable))
-        return known if cause is error or isinstance(known, Contention | StoreUnavailable) else error
+        return diagnosed(self._connection, error)
 
     # ---------------------------------------------------------------------------------------------------------- the end
     async def complete(
@@ -450,7 +372,7 @@ class PostgresClaims:
         except psycopg.Error as error:
             if connection.closed:
                 raise CommitUnknown(f"the answer to COMMIT was lost: {error_text(error)}") from error
-            if error.sqlstate == NOT_DURABLE and not await self._durable():
+            if error.sqlstate == NOT_DURABLE and not await is_durable(connection, self._pool.require_standby):
                 raise ConfigurationError(not_durable(error)) from error
             raise await self._whose(error, message()[:-1]) from error
         finally:
@@ -465,7 +387,7 @@ class PostgresClaims:
         """What these statements of the engine's failed with. A user's code that came before may be why: its deferred
         triggers, what it did to our tables. But what is not as it was for us fails in a transaction without it, too."""
         connection = self._connection
-        if not self._lent:
+        if not self._lending.runs:
             return self._ours(error)
         cause = translate(connection, error)
         if cause is error:
@@ -483,18 +405,3 @@ class PostgresClaims:
     async def _reset(self) -> None:
         await self._pool.reset(self._connection)
         log.warning(_RESET)
-
-    async def _durable(self) -> bool:
-        """Whether a commit lasts outside of the transaction that was refused: then it was its handler's doing."""
-        await self._connection.rollback()
-        row = await (await OwnCursor(self._connection).execute(SETTINGS)).fetchone()
-        if row is None:
-            return False
-        return row[1] in WAITING and bool(row[0]) if self._pool.require_standby else row[1] != "off"
-
-
-def _float8_array(values: Sequence[float | None]) -> bytes:
-    """Null where all are None, as in most claims."""
-    if all(value is None for value in values):
-        return b"null"
-    return b"'{%s}'" % b",".join(b"null" if value is None else repr(value).encode() for value in values)

@@ -11,7 +11,7 @@ from weakref import ref
 import psycopg
 from psycopg import pq
 
-from idemconsumer.errors import HandlerFault, RunEagerly
+from idemconsumer.errors import GuardViolated, HandlerFault, RunEagerly, StoreUnavailable
 from idemconsumer.sql.answering import PATIENCE
 from idemconsumer.stores.ahead import is_outdated
 from idemconsumer.stores.connection import Connection
@@ -27,6 +27,7 @@ _LEFT_OPEN: Final = (
     "the handler left a stream(), COPY or pipeline open, so nothing is committed; open COPY and pipelines with async "
     "with, and read a stream() to its end; for fewer rows use LIMIT, or a cursor on the server, cursor('name')"
 )
+_LATE: Final = 0.2  # seconds for the answers to what a handler has sent whose time is over
 _CANCEL_EVERY: Final = 0.2  # seconds
 _STOP_SECONDS: Final = 5.0  # for the server to end a statement; psycopg gives it as long
 
@@ -50,6 +51,7 @@ class Lending:
         self.loop = asyncio.get_running_loop()
         self.changed = self.passing = self.lasting = self._eager = False
         self.runs = 0  # of handlers that had a tx
+        self._unread: int | None = None  # what was sent before the last run was not read when it had been read so often
         self._spoiled: str | None = None
         self._write = write
         self._run = begin_run()
@@ -59,6 +61,8 @@ class Lending:
 
     def to(self, tx: Any, *, eager: bool) -> None:
         """`tx` is what the next handler is given. `eager`: all of its statements are waited for."""
+        ahead = self.connection.ahead
+        self._unread = ahead.reads if ahead.on else None
         self._tx = ref(tx)
         self._eager = eager
         self.runs += 1
@@ -95,7 +99,51 @@ class Lending:
         """Nothing of this transaction may be committed any more, whatever its handler makes of that."""
         self._spoiled = reason
 
-    def check(self) -> None:
+    def check(self, *, look: bool = False) -> None:
+        """See `ports.OpenTransaction`."""
+        ahead = self.connection.ahead
+        if ahead.signal is not None:
+            raise ahead.signal  # the function swallowed it
+        # After `restore`, which is the engine's, the end of the session would be nobody's.
+        if look or self.changed or self.passing:
+            self.connection.look()
+        if self.connection.closed:
+            raise StoreUnavailable("the connection broke while the handler ran")
+        status = self.connection.info.transaction_status
+        if ahead.on:  # what was sent ahead has not ended the transaction, and whether it failed shows later (J26)
+            status = pq.TransactionStatus.INTRANS
+        if status == pq.TransactionStatus.ACTIVE:
+            self._check_given_back()  # names the task
+        if status == pq.TransactionStatus.INERROR:
+            raise HandlerFault(
+                "the handler swallowed a database error, so its transaction can only roll back; "
+                "let the error pass, or put the statement that may fail between SAVEPOINT and ROLLBACK TO"
+            )
+        if status != pq.TransactionStatus.INTRANS:
+            raise GuardViolated("the handler ended the transaction it ran in, or left a statement running")
+        self._check_given_back()
+
+    async def settled(self, *, late: bool) -> None:
+        """See `ports.OpenTransaction`."""
+        connection, ahead = self.connection, self.connection.ahead
+        shared = self._unread is not None and ahead.reads > self._unread
+        if ahead.on and connection.lock.locked():  # a task of the function waits for the answers, and perhaps for more
+            ahead.end_run(RunEagerly(self.runs - 1, HandlerFault("it failed before all was answered")))
+        elif ahead.on:
+            await self.answered(_LATE if late else ahead.seconds)
+        ahead.check()  # a wait that was cancelled has read the answers, and raised none of them
+        if late and shared:
+            ahead.end_run(RunEagerly(self.runs - 1, TimeoutError("it waited for other messages, too")))
+        if ahead.signal is not None:
+            raise ahead.signal
+
+    async def answered(self, seconds: float | None) -> None:
+        """Wait for what was sent ahead."""
+        with suppress(TimeoutError):  # the server has cancelled what took so long, which has failed
+            async with asyncio.timeout(seconds):
+                await self.connection.answered()
+
+    def _check_given_back(self) -> None:
         """The handler has returned. Raises HandlerFault if it was spoiled (J23), or if a task that it left behind still
         has its tx (J19), or what it left open keeps the connection for itself (J18)."""
         if self._spoiled is not None:

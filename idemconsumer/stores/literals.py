@@ -51,6 +51,13 @@ def bytea_array(values: Sequence[bytes | None]) -> bytes:
     return b"E'{%s}'" % ",".join(items).encode()
 
 
+def float8_array(values: Sequence[float | None]) -> bytes:
+    """Null where all are None, as in most claims."""
+    if all(value is None for value in values):
+        return b"null"
+    return b"'{%s}'" % b",".join(b"null" if value is None else repr(value).encode() for value in values)
+
+
 def clean(text: str) -> str:
     """Text that a text column accepts: no NUL, no lone surrogates."""
     if text.isascii() and "\0" not in text:

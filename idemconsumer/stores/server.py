@@ -16,7 +16,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.redaction import error_text
-from idemconsumer.sql.connecting import NAME, connect_async, is_pooled
+from idemconsumer.sql.connecting import NAME, OwnCursor, connect_async, is_pooled
 
 _Connection = psycopg.AsyncConnection[Any]
 
@@ -40,13 +40,13 @@ async def _row(connection: _Connection, query: str, given: Mapping[str, Any] | N
 # ---------------------------------------------------------------------------------------------------------- standbys
 # R22: with asynchronous standbys alone a failover loses what was acknowledged last, record, effects and result, while
 # the broker has deleted the message already. `check` says so, and `require_synchronous_standby` refuses to run so.
-WAITING: Final = ("on", "remote_apply")  # of synchronous_commit: COMMIT waits until a standby has flushed it
+_WAITING: Final = ("on", "remote_apply")  # of synchronous_commit: COMMIT waits until a standby has flushed it
 _REMEDY: Final = (
     "ALTER SYSTEM SET synchronous_standby_names = 'ANY 1 (*)'; ALTER SYSTEM SET synchronous_commit = on; "
     "SELECT pg_reload_conf()"
 )
 
-SETTINGS: Final = "select current_setting('synchronous_standby_names'), current_setting('synchronous_commit')"
+_SETTINGS: Final = "select current_setting('synchronous_standby_names'), current_setting('synchronous_commit')"
 # A standby, also one that is away but has a slot. No consumer of logical replication, and no backup under way. Only
 # members of pg_read_all_stats see a standby's state; the others see that it is there.
 _STANDBYS: Final = """
@@ -71,24 +71,33 @@ class Durability:
 
 async def refuse_unless_synchronous(connection: _Connection) -> None:
     """Raise ConfigurationError where COMMIT does not wait for a synchronous standby."""
-    names, level = await _row(connection, SETTINGS)
-    if not names or level not in WAITING:
+    names, level = await _row(connection, _SETTINGS)
+    if not names or level not in _WAITING:
         raise ConfigurationError(
             "database: require_synchronous_standby is set, and COMMIT waits for no synchronous standby "
             f"(synchronous_standby_names = {names!r}, synchronous_commit = {level}); run: {_REMEDY}"
         )
 
 
+async def is_durable(connection: _Connection, require_standby: bool) -> bool:
+    """Whether a commit lasts outside of the transaction that was refused: then it was its handler's doing."""
+    await connection.rollback()
+    row = await (await OwnCursor(connection).execute(_SETTINGS)).fetchone()
+    if row is None:
+        return False
+    return row[1] in _WAITING and bool(row[0]) if require_standby else row[1] != "off"
+
+
 async def durability(dsn: str) -> Durability:
     """Raises StoreUnavailable."""
     async with _asked(dsn) as connection:
-        names, level = await _row(connection, SETTINGS)
+        names, level = await _row(connection, _SETTINGS)
         return judged(names, level, *await _row(connection, _STANDBYS))
 
 
 def judged(names: str, level: str, standbys: int, synchronous: int, seen: int) -> Durability:
     """`standbys`: how many there are; of how many the state can be `seen`, and how many are `synchronous`."""
-    if names and level in WAITING:
+    if names and level in _WAITING:
         waits = "each commit waits for a synchronous standby"
         if synchronous:
             return Durability(waits)

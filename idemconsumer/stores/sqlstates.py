@@ -11,10 +11,14 @@ import psycopg
 from psycopg import pq
 
 from idemconsumer.errors import (
+    ConfigurationError,
     ConnectionLost,
     Contention,
     CrashedBeside,
     GuardViolated,
+    Reject,
+    Retry,
+    ServerSilent,
     StoreChanged,
     StoreUnavailable,
     TransactionEnded,
@@ -76,7 +80,22 @@ def not_durable(error: psycopg.Error) -> str:
     return f"database: {error.diag.message_primary}; {error.diag.message_hint or 'set it to on'}"
 
 
-def raised_on(connection: Connection, error: psycopg.Error) -> bool:
+def diagnosed(connection: Connection, error: Exception) -> Exception:
+    """The real cause of an error that left a handler: StoreUnavailable, Contention, or the handler's own."""
+    if connection.silent:
+        return ServerSilent(f"the database did not answer a handler's statement ({type(error).__name__})")
+    if connection.closed:
+        return _broken_under_handler(error)
+    wraps = not isinstance(error, psycopg.Error | Reject | Retry)  # as SQLAlchemy does
+    cause = error.__cause__ if wraps else error
+    if not isinstance(cause, psycopg.Error) or not _raised_on(connection, cause):
+        return error
+    # What an error of ours stands for was said to a statement of ours: `app.publish` in a handler's transaction.
+    known = translate(connection, cause, ours=isinstance(error, ConfigurationError | StoreUnavailable))
+    return known if cause is error or isinstance(known, Contention | StoreUnavailable) else error
+
+
+def _raised_on(connection: Connection, error: psycopg.Error) -> bool:
     """Whether `error` came from a statement on this connection, and not from another one that a function had (B12).
 
     The transaction has failed, or the function has rolled back to a savepoint; then the error's traceback tells.
@@ -92,7 +111,7 @@ def raised_on(connection: Connection, error: psycopg.Error) -> bool:
     return False
 
 
-def broken_under_handler(error: Exception) -> ConnectionLost:
+def _broken_under_handler(error: Exception) -> ConnectionLost:
     """The error for a connection that broke under a handler. The driver's text is left out, since this is logged."""
     kind = ConnectionLost
     if _IDLE_TOO_LONG in [each.sqlstate for each in (error, error.__cause__) if isinstance(each, psycopg.Error)]:
