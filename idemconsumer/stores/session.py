@@ -19,15 +19,19 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.sql.connecting import (
     ADAPTERS,
     EXACT,
+    HELD,
     NAME,
     RESTING,
     OwnCursor,
+    asked_for,
     is_pooled,
+    lost,
+    parameters,
+    refusal,
     takes_no_settings,
     with_settings,
     without_settings,
 )
-from idemconsumer.sql.options import HELD, asked_for, lost, parameters, refusal
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.literals import written
 

@@ -19,8 +19,7 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing
 from idemconsumer.settings import Settings
-from idemconsumer.sql.connecting import connect_async, with_settings
-from idemconsumer.sql.options import asked_for
+from idemconsumer.sql.connecting import asked_for, connect_async, with_settings
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
