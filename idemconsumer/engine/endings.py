@@ -10,11 +10,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from idemconsumer.engine.blame import describe, rejection_of
+from idemconsumer.engine.blame import Telling, describe, rejection_of
 from idemconsumer.engine.evidence import Contended
 from idemconsumer.engine.failing import Failing, Subject
 from idemconsumer.engine.letters import dead_letter
-from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import BadMessage, CommitUnknown, ConnectionLost, Contention, Fenced, NotReadNow, Retry
 from idemconsumer.handlers.durations import retry_delay

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 
+from idemconsumer.engine.blame import Telling
 from idemconsumer.engine.company import Company
 from idemconsumer.engine.delivery_log import DeliveryLog
 from idemconsumer.engine.endings import Endings
@@ -19,7 +20,6 @@ from idemconsumer.engine.evidence import LostConnections, Suspects
 from idemconsumer.engine.failing import Failing, Subject
 from idemconsumer.engine.group_sizes import GroupSizes
 from idemconsumer.engine.groups import Groups
-from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work, traced
 from idemconsumer.errors import Contention, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler

@@ -14,10 +14,9 @@ from typing import Final
 from msgspec.structs import replace
 
 from idemconsumer.engine import reading
-from idemconsumer.engine.blame import describe, rejection_of
+from idemconsumer.engine.blame import Telling, describe, rejection_of
 from idemconsumer.engine.evidence import Contended, LostConnections
 from idemconsumer.engine.failing import Function
-from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import (
     ConnectionLost,

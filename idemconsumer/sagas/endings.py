@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from idemconsumer.engine.blame import describe
+from idemconsumer.engine.blame import Telling, describe
 from idemconsumer.engine.letters import dead_letter
-from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import Contention, Retry
 from idemconsumer.handlers.durations import retry_delay

@@ -19,9 +19,9 @@ import msgspec
 from idemconsumer.admin.histories import SagaHistory
 from idemconsumer.app.app import App
 from idemconsumer.app.sagas import AppStarter
+from idemconsumer.engine.blame import Telling
 from idemconsumer.engine.evidence import Contended, LostConnections
 from idemconsumer.engine.failing import Failing
-from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError, SagaChanged
 from idemconsumer.handlers.handler import BoundHandler
