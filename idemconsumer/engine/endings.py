@@ -80,29 +80,22 @@ class Endings:
         match work.judge(found):
             case Verdict.CONFLICT:
                 return await self.bury(work, "conflict", "the same key arrived before with another payload")
-            case Verdict.DEAD:
-                return await self._dead_again(work)
+            case Verdict.DEAD:  # O6
+                letter, reason = await self._store.count_dead(work.key) or (None, None)
+                self.telling.dead_again(work, reason, letter)
+                kind = OutcomeKind.DEAD
+                return Outcome(kind, state=State.DEAD, attempt=work.attempt, reason=reason, letter=letter)
             case Verdict.DUPLICATE if isinstance(found, Record):
                 return final(OutcomeKind.DUPLICATE, work, found.state, found.result)
             case _:
                 return Outcome(OutcomeKind.BUSY, attempt=work.attempt)
 
-    async def _dead_again(self, work: Work) -> Outcome:
-        """O6."""
-        letter, reason = await self._store.count_dead(work.key) or (None, None)
-        self.telling.dead_again(work, reason, letter)
-        kind = OutcomeKind.DEAD
-        return Outcome(kind, state=State.DEAD, attempt=work.attempt, reason=reason, letter=letter)
-
     def would_end(self, work: Work, error: Exception) -> bool:
         """Whether this failure, not counted yet, ends the message: refused, or the last of its attempts."""
-        return refused(error, work.handler.options.fail_on) or self._exhausted(work, work.attempts + 1)
+        return refused(error, work.handler.options.fail_on) or self.ends(work, work.attempts + 1)
 
-    def ends(self, work: Work) -> bool:
-        """As `would_end`, of a failure that was counted. Others may have counted attempts that this process missed."""
-        return self._exhausted(work, work.attempts)
-
-    def _exhausted(self, work: Work, attempts: int) -> bool:
+    def ends(self, work: Work, attempts: int) -> bool:
+        """Whether so many failures that were counted do. Others may have counted attempts that this process missed."""
         return after_failure(attempts=attempts, max_attempts=work.handler.options.max_attempts) is Failure.DEAD
 
     async def failed(self, work: Work, error: Exception) -> Outcome:
@@ -115,8 +108,11 @@ class Endings:
             else:
                 self.failing.succeeded(Subject.handler(work.handler), [work.identity], [work.tenant])  # it has decided
                 return outcome
-        if self.is_spared(work, error):
-            return self._spared(work, error)
+        if self.is_spared(work, error):  # D17: all messages of its handler fail, so this one is not to blame
+            self.contended.ended(work.key)
+            work.spared += 1
+            backoff = work.handler.options.backoff.delay(work.attempts + work.spared, self._chance())
+            return _retrying("failing", work.attempt - 1, min(MAX_UNSETTLED, backoff), error)
         counted = work.suspicion is Suspicion.COUNTED
         if not counted and not self.would_end(work, error) and (later := await self._put_off(work, error)) is not None:
             return later
@@ -128,14 +124,6 @@ class Endings:
         handler = Subject.handler(work.handler)
         free = self.failing.failed(handler, work.identity, error, first=not work.attempts, tenant=work.tenant)
         return free and work.handler.options.max_attempts > 1 and work.suspicion is not Suspicion.COUNTED
-
-    def _spared(self, work: Work, error: Exception) -> Outcome:
-        """D17: all messages of its handler fail, so this one is not to blame."""
-        self.contended.ended(work.key)
-        work.spared += 1
-        due = min(MAX_UNSETTLED, work.handler.options.backoff.delay(work.attempts + work.spared, self._chance()))
-        kind = OutcomeKind.RETRYING
-        return Outcome(kind, due=due, attempt=work.attempt - 1, reason="failing", error=type(error).__name__)
 
     async def count(self, work: Work, error: Exception, behind: FailedBehind | None = None) -> None:
         """Count the failure (B1), unless that was done with the group before it."""
@@ -158,14 +146,15 @@ class Endings:
         if work.attempts >= work.handler.options.max_attempts:
             return await self.bury(work, "lost_connection", describe(loss), loss)
         await self.count(work, loss)
-        return self._hold(work, loss, min(MAX_UNSETTLED, self._pause(work, loss, work.attempts)[0]))
+        due = min(MAX_UNSETTLED, self._pause(work, loss, work.attempts)[0])
+        return _retrying("retry", work.attempts, due, loss)
 
     async def conclude(self, work: Work, error: Exception) -> Outcome:
         """What follows from a failure that was counted."""
-        if self.ends(work):
+        if self.ends(work, work.attempts):
             return await self.bury(work, "attempts_exhausted", describe(error), error)
         later = await self._put_off(work, error, counted=True)
-        return later or self._hold(work, error, self._pause(work, error, work.attempts)[0])
+        return later or _retrying("retry", work.attempts, self._pause(work, error, work.attempts)[0], error)
 
     def _pause(self, work: Work, error: Exception, attempts: int) -> tuple[float, bool]:
         """Seconds until the attempt after so many that failed, and whether a worker stores it for that time (D7)."""
@@ -174,9 +163,6 @@ class Endings:
             return due, due > MAX_UNSETTLED
         backoff = work.handler.options.backoff
         return backoff.delay(attempts, self._chance()), backoff.stores(attempts)
-
-    def _hold(self, work: Work, error: Exception, due: float) -> Outcome:
-        return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempts, reason="retry", error=type(error).__name__)
 
     async def _put_off(self, work: Work, error: Exception, *, counted: bool = False) -> Outcome | None:
         """Store it until its next attempt, with its failure unless that is `counted` (D18). None: it is to be held, or
@@ -217,10 +203,7 @@ class Endings:
         if not counted:
             work.failed(failed)
             self._counted(work, error)
-        kind = OutcomeKind.RETRYING
-        return Outcome(
-            kind, state=State.PENDING, due=due, attempt=failed, reason="scheduled", error=type(error).__name__
-        )
+        return _retrying("scheduled", failed, due, error, State.PENDING)
 
     async def collided(self, work: Work, contention: Contention) -> Outcome:
         """No message is at fault, so it costs no attempt (B3), until it has collided for an hour (B15)."""
@@ -231,8 +214,7 @@ class Endings:
 
     def _free_retry(self, work: Work, contention: Contention, collisions: int = 1) -> Outcome:
         log.debug("contention, running again", **work.named, error=str(contention))
-        due = contention_pause(collisions, self._chance())
-        return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempt, reason="contention")
+        return _retrying("contention", work.attempt, contention_pause(collisions, self._chance()))
 
     async def _reject(self, work: Work, error: Exception) -> Outcome:
         code, body, status = rejection_of(error)
@@ -244,16 +226,7 @@ class Endings:
         if standing is not None:
             return standing
         self.telling.rejected(work, work.attempt, error)
-        return Outcome(
-            OutcomeKind.FAILED,
-            result=rejection.body,
-            content_type=rejection.content_type,
-            state=State.FAILED,
-            attempt=work.attempt,
-            reason=code,
-            status=rejection.status,
-            headers=rejection.headers,
-        )
+        return final(OutcomeKind.FAILED, work, State.FAILED, rejection, code)
 
     async def refuse(self, work: Work, refusal: BadMessage) -> Outcome:
         """A message that can never be run (R9)."""
@@ -278,8 +251,7 @@ class Endings:
         self.failing.failed(handler, work.identity, error, first=work.put_by == 1)
         self.telling.failed("decoding deferred", work, work.attempt, error)
         due = min(MAX_UNSETTLED, self._pause(work, error, work.put_by)[0])
-        reason = "retry" if isinstance(error, Retry) else "failing"
-        return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempt, reason=reason, error=type(error).__name__)
+        return _retrying("retry" if isinstance(error, Retry) else "failing", work.attempt, due, error)
 
     def _is_doubted(self, work: Work, refusal: BadMessage) -> bool:
         """D25: the first time, since it is not clear yet whether others can be read, and while all messages fail."""
@@ -330,16 +302,27 @@ class Endings:
             return None if standing is None else await self.replay(work, standing)
 
 
-def final(kind: OutcomeKind, work: Work, state: State, result: StoredResult | None) -> Outcome:
+def final(
+    kind: OutcomeKind, work: Work, state: State, result: StoredResult | None, reason: str | None = None
+) -> Outcome:
     """The outcome of a delivery whose record is final."""
     if result is None:
-        return Outcome(kind, state=state, attempt=work.attempt)
+        return Outcome(kind, state=state, attempt=work.attempt, reason=reason)
     return Outcome(
         kind,
         result=result.body,
         content_type=result.content_type,
         state=state,
         attempt=work.attempt,
+        reason=reason,
         status=result.status,
         headers=result.headers,
     )
+
+
+def _retrying(
+    reason: str, attempt: int, due: float, error: BaseException | None = None, state: State | None = None
+) -> Outcome:
+    """It comes again in `due` seconds. `attempt`: the number of the run that has failed."""
+    name = None if error is None else type(error).__name__
+    return Outcome(OutcomeKind.RETRYING, state=state, due=due, attempt=attempt, reason=reason, error=name)

@@ -150,7 +150,7 @@ class Groups:
             self._lost_connections.ended(failed.key)
             self._endings.is_spared(failed, error)
             await self._endings.count(failed, error, behind)
-            if not self._endings.ends(failed):
+            if not self._endings.ends(failed, failed.attempts):
                 return [*outcomes, await self._endings.conclude(failed, error)]
         # G7: it may have been decided by what was rolled back, or by what a neighbour did to the transaction.
         (again,) = await self.run([failed], defer=defer)
