@@ -165,7 +165,13 @@ class SessionRules:
         found = await self._read(connection)
         if connection.info.server_version < OLDEST or found[" standby"] == "true":
             return  # `check_database` says so at the start; a standby later on is an outage
-        connection.pooled = await _is_pooled(connection)
+        try:
+            connection.pooled = await is_pooled(connection)
+        except psycopg.errors.ProtocolViolation as error:
+            raise ConfigurationError(
+                f"database: a pooler refuses transactions ({error.diag.message_primary}); "
+                "set pool_mode = transaction or session"
+            ) from error
         lacking = self._lacking(found)
         if connection.pooled and self._beside is not None and self._beside < self._longest_run:
             raise ConfigurationError(
@@ -223,16 +229,6 @@ def _again(connection: Session) -> bytes:
         if value
     ]
     return b"; select " + b", ".join(settings) if settings else b""
-
-
-async def _is_pooled(connection: Session) -> bool:
-    try:
-        return await is_pooled(connection)
-    except psycopg.errors.ProtocolViolation as error:
-        raise ConfigurationError(
-            f"database: a pooler refuses transactions ({error.diag.message_primary}); "
-            "set pool_mode = transaction or session"
-        ) from error
 
 
 def _conninfo(dsn: str, settings: Mapping[str, str]) -> str:

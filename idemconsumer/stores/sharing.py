@@ -108,7 +108,8 @@ class Sharing:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._forget(party, turn)
+                with suppress(KeyError, ValueError):  # passed over already
+                    self._waiting[party].remove(turn)
             else:  # given at the same moment
                 self.leave(party)
             raise
@@ -133,7 +134,3 @@ class Sharing:
                     self._waiting[party] = waiting  # behind the other parties
                 return True
         return False
-
-    def _forget(self, party: str, turn: asyncio.Future[None]) -> None:
-        with suppress(KeyError, ValueError):  # passed over already
-            self._waiting[party].remove(turn)

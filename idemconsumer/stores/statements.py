@@ -222,7 +222,9 @@ def _bare(text: str, *, blocks: bool = False) -> str:
                 parts.append(_DOUBT)  # it may belong to the name or number before it
             case "$":
                 parts.append(" " if blocks else "''")
-                at = at if blocks else _quote_ends(text, found, at)
+                if not blocks:
+                    ends = text.find(found, at)
+                    at = len(text) if ends < 0 else ends + len(found)
             case "'" if "\\" in found:  # where it ends depends on standard_conforming_strings
                 parts.append(f"''{_DOUBT}")
             case "u" | "U":  # a name with escapes
@@ -241,11 +243,6 @@ def _comment_ends(text: str, at: int) -> int:
         depth += 1 if mark[0] == "/*" else -1
         at = mark.end()
     return at
-
-
-def _quote_ends(text: str, tag: str, at: int) -> int:
-    found = text.find(tag, at)
-    return len(text) if found < 0 else found + len(tag)
 
 
 class _Judgements(dict[str, Special | None]):
