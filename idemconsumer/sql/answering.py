@@ -14,7 +14,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Awaitable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Final, Self, TypeVar
 
 import psycopg
@@ -151,14 +151,9 @@ class BlockingConnection(psycopg.Connection[Row]):
 
     def wait(self, gen: Exchange[RV], interval: float = INTERVAL, timeout: float | None = None) -> RV:
         """See `psycopg.Connection.wait`."""
-        with self._answered(self.patience):
-            return super().wait(gen, interval) if timeout is None else super().wait(gen, interval, timeout)
-
-    @contextmanager
-    def _answered(self, seconds: float) -> Generator[None]:
         # Its number cannot become that of another socket before the timer is over.
         self.waited_on = ours = os.dup(self.pgconn.socket)
-        late = threading.Event()
+        seconds, late = self.patience, threading.Event()
 
         def give_up() -> None:
             late.set()
@@ -168,7 +163,7 @@ class BlockingConnection(psycopg.Connection[Row]):
         timer.daemon = True
         timer.start()
         try:
-            yield
+            return super().wait(gen, interval) if timeout is None else super().wait(gen, interval, timeout)
         except psycopg.OperationalError as error:
             if not late.is_set():
                 raise

@@ -20,22 +20,18 @@ async def settle_hashing(pool: Pool, schema: str) -> None:
     another secret than the first one of ours, wrap it by that. Raises ConfigurationError, also when the schema is not
     migrated, and StoreUnavailable."""
     with in_words(schema):
-        await _settle(pool, schema)
-
-
-async def _settle(pool: Pool, schema: str) -> None:
-    stored = await pool.alone("hashing", {})
-    if not stored:
-        # A process that has a data key makes new schemas with it: tests use one after the other.
-        ours = wrap(HASHING.secrets[0], HASHING.data_key or new_key()) if HASHING.secrets else b""
-        await pool.alone("settle_hashing", {"wrapped": ours})
-        stored = await pool.alone("hashing", {})  # another process may have been faster
-    wrapped = bytes(stored[0][0]) if stored else b""
-    if (place := learn_hashing(wrapped, schema)) and HASHING.data_key is not None:
-        anew = wrap(HASHING.secrets[0], HASHING.data_key)
-        # Of several at once one does it. The data key is the same, so nothing is lost for the others.
-        if await pool.alone("wrap_anew", {"anew": anew, "wrapped": wrapped}):
-            log.info("key secret rotated: the data key is now wrapped by the first of `key_secrets`", was=place + 1)
+        stored = await pool.alone("hashing", {})
+        if not stored:
+            # A process that has a data key makes new schemas with it: tests use one after the other.
+            ours = wrap(HASHING.secrets[0], HASHING.data_key or new_key()) if HASHING.secrets else b""
+            await pool.alone("settle_hashing", {"wrapped": ours})
+            stored = await pool.alone("hashing", {})  # another process may have been faster
+        wrapped = bytes(stored[0][0]) if stored else b""
+        if (place := learn_hashing(wrapped, schema)) and HASHING.data_key is not None:
+            anew = wrap(HASHING.secrets[0], HASHING.data_key)
+            # Of several at once one does it. The data key is the same, so nothing is lost for the others.
+            if await pool.alone("wrap_anew", {"anew": anew, "wrapped": wrapped}):
+                log.info("key secret rotated: the data key is now wrapped by the first of `key_secrets`", was=place + 1)
 
 
 def may_hash(stored: Sequence[Mapping[str, Any]], schema: str) -> bool:

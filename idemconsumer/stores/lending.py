@@ -14,7 +14,6 @@ from psycopg import pq
 from idemconsumer.errors import GuardViolated, HandlerFault, RunEagerly, StoreUnavailable
 from idemconsumer.sql.answering import PATIENCE
 from idemconsumer.stores.ahead import is_outdated
-from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.lent import LentConnection
 from idemconsumer.stores.session import Session
 from idemconsumer.stores.statements import Effect, special, text_of
@@ -57,7 +56,7 @@ class Lending:
         self._run = begin_run()
         self._tx: ref[Any] | None = None
         self._lent: ref[LentConnection] | None = None
-        self._take_back: Callable[[], None] | None = None
+        self._shared: tuple[Any, ...] | None = None  # what a lent connection may have set, as it was
 
     def to(self, tx: Any, *, eager: bool) -> None:
         """`tx` is what the next handler is given. `eager`: all of its statements are waited for."""
@@ -68,9 +67,11 @@ class Lending:
         self.runs += 1
 
     def lend(self) -> LentConnection:
-        self._take_back = _settings(self.connection)
-        self.connection.statements.prepare(by_itself=False)
-        lent = LentConnection(self.connection, self.rewritten, self.blamed)
+        connection, pgconn = self.connection, self.connection.pgconn
+        handlers = pgconn.notice_handler, pgconn.notify_handler
+        self._shared = *handlers, connection.prepare_threshold, connection.prepared_max
+        connection.statements.prepare(by_itself=False)
+        lent = LentConnection(connection, self.rewritten, self.blamed)
         self._lent = ref(lent)
         return lent
 
@@ -174,9 +175,11 @@ class Lending:
             tx.end()
         if lent is not None:
             lent.end()
-        if self._take_back is not None:
-            self._take_back()
-        self._tx = self._lent = self._take_back = None
+        if self._shared is not None:
+            connection, pgconn = self.connection, self.connection.pgconn
+            pgconn.notice_handler, pgconn.notify_handler, *preparing = self._shared
+            connection.prepare_threshold, connection.prepared_max = preparing
+        self._tx = self._lent = self._shared = None
 
     async def abandon(self) -> None:
         """The transaction failed. A connection on which a handler may have left something, or is still at work, is
@@ -237,19 +240,6 @@ class Lending:
         if working() or self.connection.lock.locked():
             self.connection.cut()
             await asyncio.sleep(0)
-
-
-def _settings(connection: Connection) -> Callable[[], None]:
-    """Gives the connection back what a lent one shares and may have set."""
-    pgconn = connection.pgconn
-    handlers = pgconn.notice_handler, pgconn.notify_handler
-    preparing = connection.prepare_threshold, connection.prepared_max
-
-    def take_back() -> None:
-        pgconn.notice_handler, pgconn.notify_handler = handlers
-        connection.prepare_threshold, connection.prepared_max = preparing
-
-    return take_back
 
 
 def _alive(given: ref[T] | None) -> T | None:

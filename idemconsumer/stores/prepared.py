@@ -145,7 +145,8 @@ class PreparedStatements:
                 ready, name = self._names.get(converted)
                 if ready is Prepare.SHOULD or self._names._to_flush:
                     return None
-                self._count(converted, ready, name)
+                if self._names.maybe_add_to_cache(converted, ready, name) is not None:  # it is not evicted next
+                    self._names._rotate()
                 result = await connection.wait(self._sent(name, converted))
             finally:
                 converted.params = None
@@ -169,11 +170,6 @@ class PreparedStatements:
         prepare, name = names.ahead(converted)
         ahead.send(sent, converted.query, converted, prepare=prepare, name=name)
         converted.params = None
-
-    def _count(self, converted: PostgresQuery, ready: Prepare, name: bytes) -> None:
-        """One more run of it, which keeps it from being evicted next."""
-        if self._names.maybe_add_to_cache(converted, ready, name) is not None:
-            self._names._rotate()
 
     def rows(self, result: PGresult, row_factory: Any) -> psycopg.AsyncCursor[Any]:
         """A cursor that has read this answer."""
