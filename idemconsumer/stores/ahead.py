@@ -56,7 +56,7 @@ class Ahead:
     `on`: there are answers to be read. `full`: the server does not keep up, so that they are read before more is sent.
     `reads`: how often answers were waited for. `signal`: a run was told to end, which user code may have swallowed.
     `seconds`: for how long what one run has sent may be at work. `outdated`: the server refused what had been prepared
-    on it. `heard` is called at each answer.
+    on it. `abandoned`: the transaction is rolled back, so the answers do not matter. `heard` is called at each answer.
     """
 
     def __init__(self, pgconn: PGconn, heard: Callable[[], None]) -> None:
@@ -182,10 +182,6 @@ class Ahead:
         self.outdated |= is_outdated(signal.error)
         self.signal = self.signal or signal
         return self.signal
-
-    def abandon(self) -> None:
-        """The transaction is rolled back: the answers do not matter."""
-        self.abandoned = True
 
 
 def is_outdated(error: Exception | None) -> bool:

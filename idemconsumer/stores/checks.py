@@ -196,7 +196,14 @@ async def _check(connection: Connection, schema: str, needed: grants.Needed) -> 
             f"database: schema {schema!r} needs a version of idemconsumer that knows migration {oldest:04}, and this "
             f"version ends with {newest}; run a newer version"
         )
-    await _refuse_behind(connection, schema)
+    asked = sql.SQL(_BEHIND).format(sql.Identifier(schema))
+    if found := await (await connection.execute(asked)).fetchall():  # R43
+        tables = ", ".join(dict.fromkeys(table for table, _ in found))
+        raise ConfigurationError(
+            f"database: sequences are behind the rows of {tables}, as after logical replication or a restore of the "
+            f"rows alone, so new rows would get numbers that are in use; run as the schema's owner: "
+            f"{'; '.join(remedy for _, remedy in found)}"
+        )
     for (table,) in await (await connection.execute(_UNLOGGED, places)).fetchall():
         remedy = sql.SQL("ALTER TABLE {} SET LOGGED").format(sql.Identifier(schema, table)).as_string(None)
         raise ConfigurationError(f"database: table {table} is unlogged, so a crash would empty it; run: {remedy}")
@@ -212,15 +219,3 @@ async def _check(connection: Connection, schema: str, needed: grants.Needed) -> 
             f"run: {'; '.join(remedies)}"
         )
     return int(locks) // 10
-
-
-async def _refuse_behind(connection: Connection, schema: str) -> None:
-    """R43."""
-    asked = sql.SQL(_BEHIND).format(sql.Identifier(schema))
-    if found := await (await connection.execute(asked)).fetchall():
-        tables = ", ".join(dict.fromkeys(table for table, _ in found))
-        raise ConfigurationError(
-            f"database: sequences are behind the rows of {tables}, as after logical replication or a restore of the "
-            f"rows alone, so new rows would get numbers that are in use; run as the schema's owner: "
-            f"{'; '.join(remedy for _, remedy in found)}"
-        )

@@ -211,7 +211,7 @@ class Lending:
     async def _forget_what_was_sent(self) -> None:
         """What was sent ahead may wait for a lock, and is rolled back only after that."""
         connection = self.connection
-        connection.ahead.abandon()
+        connection.ahead.abandoned = True
         if connection.ahead.on and not connection.closed and not connection.lock.locked():
             with suppress(psycopg.Error, TimeoutError):
                 async with asyncio.timeout(_CANCEL_EVERY):  # then the server is told to cancel it

@@ -25,7 +25,6 @@ from idemconsumer.stores.connection import nothing
 from idemconsumer.stores.session import Session
 
 RV = TypeVar("RV")
-NoticeHandler = Callable[[PGresult], None]
 
 _INTERVAL: Final = 0.1  # psycopg's own default
 _ENDED: Final = (
@@ -57,7 +56,14 @@ class LentConnection(psycopg.AsyncConnection[Any]):
         self._loop = asyncio.get_running_loop()
         of_lender = lender.pgconn.notice_handler
         super().__init__(lender.pgconn)
-        self._share_notices(of_lender)
+        own = self._pgconn.notice_handler
+
+        def both(notice: PGresult) -> None:
+            for handler in (of_lender, own):
+                if handler is not None:
+                    handler(notice)
+
+        self._pgconn.notice_handler = both  # which may tell the lender that another session crashed (B13)
         self.lock = lender.lock
         self.cursor_factory = LentCursor
         self.server_cursor_factory = LentServerCursor
@@ -66,17 +72,6 @@ class LentConnection(psycopg.AsyncConnection[Any]):
         self._lender = lender
         self._blame = blame
         self._autocommit = lender.autocommit
-
-    def _share_notices(self, of_lender: NoticeHandler | None) -> None:
-        """psycopg has made the notices its own. One of them may tell the lender that another session crashed (B13)."""
-        own = self._pgconn.notice_handler
-
-        def both(notice: PGresult) -> None:
-            for handler in (of_lender, own):
-                if handler is not None:
-                    handler(notice)
-
-        self._pgconn.notice_handler = both
 
     def end(self) -> None:
         """What is still held of it raises from now on."""
