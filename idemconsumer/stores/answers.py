@@ -87,18 +87,6 @@ def records(rows: Iterable[Sequence[Any]], keys: Collection[bytes]) -> dict[byte
     return found
 
 
-def readers(answer: PGresult) -> tuple[set[bytes], set[bytes]]:
-    """The keys that are ours, and those whose reader is gone, from the result of `readers`."""
-    ours, gone = set[bytes](), set[bytes]()
-    for row in range(answer.ntuples):
-        key = _bytea(answer.get_value(row, 0) or b"")
-        if answer.get_value(row, 1) == b"t":
-            ours.add(key)
-        elif answer.get_value(row, 2) == b"t":
-            gone.add(key)
-    return ours, gone
-
-
 def _missed(answer: PGresult, row: int) -> tuple[Any, ...]:
     key, state, fingerprint, body, content_type, canonical, status, headers = (
         answer.get_value(row, column) for column in range(_COLUMNS)

@@ -11,12 +11,13 @@ lock over to that. A pooler gives a session away only between two messages, so t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import psycopg
 from psycopg.pq.abc import PGresult
 
 from idemconsumer.ports.store import Claim
-from idemconsumer.stores.answers import readers
+from idemconsumer.stores.answers import loaded
 from idemconsumer.stores.pool import Pool, cause_of
 from idemconsumer.stores.session import Session
 
@@ -40,14 +41,15 @@ class PostgresReading:
     async def begin(self, claims: Sequence[Claim]) -> None:
         scopes = await self._pool.scope_ids(self._connection, claims)
         params = {"keys": [claim.key for claim in claims], "scopes": scopes, "reader": self._reader}
-        self.ours, self.begun = readers(await self._commit_and_hold(["begin_reading", "readers"], params))
+        rows = await self._commit_and_hold(["begin_reading", "readers"], params)
+        self.ours = {key for key, ours, _ in rows if ours}
+        self.begun = {key for key, ours, gone in rows if gone and not ours}
 
     async def take_over(self, claim: Claim) -> None:
         params = {"key": claim.key, "reader": self._reader, "own": list(self._pool.readers)}
-        answer = await self._commit_and_hold(["take_over_reading"], params)
-        if answer.ntuples:
-            self.ours, self.attempts = {claim.key}, int(answer.get_value(0, 0) or 0)
-        else:
+        for (count,) in await self._commit_and_hold(["take_over_reading"], params):
+            self.ours, self.attempts = {claim.key}, count
+        if not self.ours:
             self._pool.readers.discard(self._reader)
 
     async def end(self) -> None:
@@ -57,8 +59,8 @@ class PostgresReading:
             await self._send([self._written("end_reading", params), *self._pool.standby, b"COMMIT"])
         self._pool.readers.discard(self._reader)
 
-    async def _commit_and_hold(self, names: Sequence[str], params: dict[str, object]) -> PGresult:
-        """The answer to the last of these statements, once they are committed and the lock is held."""
+    async def _commit_and_hold(self, names: Sequence[str], params: dict[str, object]) -> list[tuple[Any, ...]]:
+        """The rows of the last of these statements, once they are committed and the lock is held."""
         self._pool.readers.add(self._reader)
         begin = self._pool.queries["begin"]
         first = [begin, *(self._written(name, params) for name in names)]
@@ -66,7 +68,7 @@ class PostgresReading:
         self._connection.changed = True  # a message that fails in between may leave the session with the lock
         answers = await self._send([*first, *self._pool.standby, lock, b"COMMIT", begin, hold])
         self._connection.changed = False
-        return answers[len(first) - 1]
+        return loaded(self._connection, answers[len(first) - 1])
 
     async def _send(self, statements: Sequence[bytes]) -> list[PGresult]:
         try:
