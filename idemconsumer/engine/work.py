@@ -24,7 +24,7 @@ from idemconsumer.rules.verdicts import Verdict, judge
 
 
 class Suspicion(Enum):
-    """Whether a delivery may have killed a worker, and what is on record of that. See `suspects`."""
+    """Whether a delivery may have killed a worker, and what is on record of that. See `Suspects`."""
 
     NONE = "none"
     SUSPECT = "suspect"  # delivered before; nothing is on record of it
