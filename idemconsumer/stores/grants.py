@@ -48,6 +48,18 @@ _FRONT_DOOR: Final[tuple[LiteralString, ...]] = (
     "{schema}.seal(text), {schema}.open_sealed(text, text, text, text), {schema}.sequences_behind(), "
     "{schema}.accept(bytea, text, text, float8, text, bytea, boolean, bytea, jsonb) TO {role}",
 )
+_LATER: Final = "ALTER DEFAULT PRIVILEGES IN SCHEMA {schema} GRANT "
+_WORKER: Final[tuple[LiteralString, ...]] = (
+    "GRANT SELECT, INSERT, UPDATE, DELETE ON {tables} TO {role}",
+    "GRANT SELECT ON {schema}.line, {schema}.of_all TO {role}",
+    "GRANT SELECT ON {schema}.migration TO {role}",
+    "GRANT USAGE ON SEQUENCE {sequences} TO {role}",
+    "GRANT USAGE ON SEQUENCE {schema}.queue_id_seq, {schema}.outbox_id_seq TO {role}",
+    "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role}",
+    f"{_LATER}SELECT, INSERT, UPDATE, DELETE ON TABLES TO {{role}}",
+    f"{_LATER}USAGE ON SEQUENCES TO {{role}}",
+    f"{_LATER}EXECUTE ON FUNCTIONS TO {{role}}",
+)
 # INSERT … RETURNING id reads the id, and nothing else of what others have sent. A signal is stored by a function with
 # the rights of its owner (migrations/0005), since it has to look at the record.
 _PRODUCER: Final[tuple[LiteralString, ...]] = (
@@ -119,20 +131,7 @@ def worker(schema: str, role: str) -> list[str]:
         sql.SQL(", ").join(sql.Identifier(schema, name) for name in each)
         for each in (names("table"), names("sequence"))
     )
-    every: LiteralString = f"GRANT {', '.join(_EVERY)} ON "
-    later: LiteralString = "ALTER DEFAULT PRIVILEGES IN SCHEMA {schema} GRANT "
-    return [
-        _filled("GRANT USAGE ON SCHEMA {schema} TO {role}", schema, role),
-        _filled(every + "{tables} TO {role}", schema, role, tables=tables),
-        _filled("GRANT SELECT ON {schema}.line, {schema}.of_all TO {role}", schema, role),
-        _filled("GRANT SELECT ON {schema}.migration TO {role}", schema, role),
-        _filled("GRANT USAGE ON SEQUENCE {sequences} TO {role}", schema, role, sequences=sequences),
-        _filled("GRANT USAGE ON SEQUENCE {schema}.queue_id_seq, {schema}.outbox_id_seq TO {role}", schema, role),
-        _filled("GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role}", schema, role),
-        _filled(later + "SELECT, INSERT, UPDATE, DELETE ON TABLES TO {role}", schema, role),
-        _filled(later + "USAGE ON SEQUENCES TO {role}", schema, role),
-        _filled(later + "EXECUTE ON FUNCTIONS TO {role}", schema, role),
-    ]
+    return _all(_WORKER, schema, role, tables=tables, sequences=sequences)
 
 
 def producer(schema: str, role: str) -> list[str]:
@@ -156,10 +155,7 @@ def purge(schema: str, role: str) -> list[str]:
     return _all(_PURGE, schema, role)
 
 
-def _all(statements: Iterable[LiteralString], schema: str, role: str) -> list[str]:
-    return [_filled(each, schema, role) for each in ("GRANT USAGE ON SCHEMA {schema} TO {role}", *statements)]
-
-
-def _filled(statement: LiteralString, schema: str, role: str, **more: sql.Composable) -> str:
-    names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
-    return sql.SQL(statement).format(**names, **more).as_string(None)
+def _all(statements: Iterable[LiteralString], schema: str, role: str, **more: sql.Composable) -> list[str]:
+    places = {"schema": sql.Identifier(schema), "role": sql.Identifier(role), **more}
+    every = ("GRANT USAGE ON SCHEMA {schema} TO {role}", *statements)
+    return [sql.SQL(each).format(**places).as_string(None) for each in every]
