@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -18,7 +18,6 @@ from idemconsumer.rules.values import Found, Mark, Record, State
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.stores.columns import read_result
 
-_COLUMNS: Final = 8
 _ESCAPING: Final = pq.Escaping()
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -87,26 +86,20 @@ def records(rows: Iterable[Sequence[Any]], keys: Collection[bytes]) -> dict[byte
     return found
 
 
-def _missed(answer: PGresult, row: int) -> tuple[Any, ...]:
-    key, state, fingerprint, body, content_type, canonical, status, headers = (
-        answer.get_value(row, column) for column in range(_COLUMNS)
-    )
-    if key is None:
-        raise ValueError("no key")
-    return (
-        _bytea(key),
-        None if state is None else int(state),
-        None if fingerprint is None else _bytea(fingerprint),
-        None if body is None else _bytea(body),
-        None if content_type is None else content_type.decode(),
-        None if canonical is None else _bytea(canonical),
-        None if status is None else int(status),
-        None if headers is None else _bytea(headers),
-    )
-
-
 def _bytea(text: bytes) -> bytes:
     return bytes(_ESCAPING.unescape_bytea(text))  # of either bytea_output, which a handler may have set
+
+
+# Of key, state, fingerprint, body, content type, canonical, status and headers.
+_READ: Final[Sequence[Callable[[bytes], object]]] = (_bytea, int, _bytea, _bytea, bytes.decode, _bytea, int, _bytea)
+_COLUMNS: Final = len(_READ)
+
+
+def _missed(answer: PGresult, row: int) -> tuple[Any, ...]:
+    values = [answer.get_value(row, column) for column in range(_COLUMNS)]
+    if values[0] is None:
+        raise ValueError("no key")
+    return tuple([None if value is None else read(value) for read, value in zip(_READ, values, strict=True)])
 
 
 def _unclear() -> StoreUnavailable:
