@@ -43,7 +43,8 @@ class Histogram(msgspec.Struct, array_like=True):
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
-    def add(self, other: Histogram) -> None:
+    def update(self, other: Histogram) -> None:
+        """As a `Counter` does."""
         if len(other.counts) == len(self.bounds) + 1:  # else it has none, or is of another version
             self.counts = [mine + theirs for mine, theirs in zip(self.buckets, other.counts, strict=True)]
             self.sum += other.sum
@@ -93,12 +94,8 @@ class HandlerCounts(msgspec.Struct, array_like=True):
             self.sizes.observe(messages)
 
     def add(self, other: HandlerCounts) -> None:
-        self.deliveries.update(other.deliveries)
-        self.outcomes.update(other.outcomes)
-        self.letters.update(other.letters)
-        self.handling.add(other.handling)
-        self.groups.add(other.groups)
-        self.sizes.add(other.sizes)
+        for name in self.__struct_fields__:
+            getattr(self, name).update(getattr(other, name))
 
 
 class Counts(msgspec.Struct):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Final
+from operator import itemgetter
+from typing import Final, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -13,7 +14,8 @@ from prometheus_client.registry import Collector
 from idemconsumer.certificates import expires_at
 from idemconsumer.observe.counts import Histogram
 from idemconsumer.observe.crew import Crew
-from idemconsumer.observe.database import Found
+from idemconsumer.observe.database import Found, Number
+from idemconsumer.observe.reports import HandlerState, PoolState
 from idemconsumer.observe.texts import PREFIX, TEXTS
 from idemconsumer.rules.held_up import WORKS, HeldUp
 from idemconsumer.rules.letters import REASONS
@@ -21,11 +23,26 @@ from idemconsumer.rules.values import OutcomeKind
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _HANDLER: Final = ("app", "handler")
-# There from the beginning (O31); the others are not outcomes of deliveries.
-_EXPECTED: Final = tuple(kind for kind in OutcomeKind if kind not in (OutcomeKind.UNKNOWN, OutcomeKind.ABSENT))
+_RETRIES: Final = "postgres:~~"  # as `message.sources.retry_source` has it
 
 Labels = tuple[str, ...]
 Samples = Iterable[tuple[Labels, float]]
+T = TypeVar("T")
+
+# There from the beginning (O31); the others are not outcomes of deliveries.
+_OUTCOMES: Final = {str(kind): 0 for kind in OutcomeKind if kind not in (OutcomeKind.UNKNOWN, OutcomeKind.ABSENT)}
+_LETTERS: Final = dict.fromkeys(REASONS, 0)
+_LANES: Final[Mapping[str, Callable[[Sequence[HandlerState]], float]]] = {
+    "lanes": lambda of: sum(each.lanes for each in of),
+    "busy_lanes": lambda of: sum(each.busy for each in of),
+    "waiting_room_messages": lambda of: sum(each.waiting for each in of),
+    "waiting_room_oldest_seconds": lambda of: max(each.oldest for each in of),
+}
+_POOLS: Final[Mapping[str, Callable[[PoolState], int]]] = {
+    "pool_connections_used": lambda of: of.used,
+    "pool_connections_max": lambda of: of.most,
+    "pool_pending_requests": lambda of: of.pending,
+}
 
 
 def exposition(
@@ -51,205 +68,91 @@ class Numbers(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from _counted(self._crew)
         yield from _standing(self._crew)
-        yield _gauge(
-            "certificate_expiry_timestamp_seconds", ("server",),
-            (((name,), at) for name, file in self._certificates.items() if (at := expires_at(file)) is not None),
-        )  # fmt: skip
-        yield _gauge(
-            "database_up",
-            (),
-            [((), float(self._answer is not None))],
-        )
-        yield _gauge(
-            "database_answer_seconds", (),
-            [] if self._answer is None else [((), self._answer)],
-        )  # fmt: skip
+        expiries = {name: expires_at(file) for name, file in self._certificates.items()}
+        yield _gauge("certificate_expiry_timestamp_seconds", ("server",), _named(expiries))
+        yield _gauge("database_up", (), _one(self._answer is not None))
+        yield _gauge("database_answer_seconds", (), _one(self._answer))
         if self._found is not None:
             yield from _stored(self._found)
         yield from _lag(self._crew, self._found)
 
 
 def _counted(crew: Crew) -> Iterator[Metric]:
-    app, counts = crew.app, crew.counts
-    handlers = sorted(counts.handlers.items())
-    yield _counter(
-        "deliveries", (*_HANDLER, "source"),
-        (((app, name, source), n) for name, of in handlers for source, n in of.deliveries.items()),
-    )  # fmt: skip
-    yield _counter(
-        "messages", (*_HANDLER, "outcome"),
-        (
-            ((app, name, str(kind)), of.outcomes[kind])
-            for name, of in handlers
-            for kind in dict.fromkeys([*map(str, _EXPECTED), *map(str, of.outcomes)])
-        ),
-    )  # fmt: skip
-    yield _counter(
-        "dead_letters", (*_HANDLER, "reason"),
-        (
-            ((app, name, reason), of.letters[reason])
-            for name, of in handlers
-            for reason in dict.fromkeys([*REASONS, *of.letters])
-        ),
-    )  # fmt: skip
-    yield _histogram(
-        "handler_duration_seconds",
-        (((app, name), of.handling) for name, of in handlers),
-    )  # fmt: skip
-    yield _histogram(
-        "group_duration_seconds",
-        (((app, name), of.groups) for name, of in handlers),
-    )  # fmt: skip
-    yield _histogram("group_size", (((app, name), of.sizes) for name, of in handlers))
-    yield _counter("pruned_records", (), [((), counts.pruned)])
-    yield _counter(
-        "relayed_messages", ("destination",),
-        (((name,), n) for name, n in sorted(counts.relayed.items())),
-    )  # fmt: skip
-    yield _counter(
-        "parked_messages", ("destination",),
-        (((name,), n) for name, n in sorted(counts.parked.items())),
-    )  # fmt: skip
-    yield _counter("worker_deaths", (), [((), crew.deaths)])
+    counts = crew.counts
+    handlers = [((crew.app, name), of) for name, of in sorted(counts.handlers.items())]
+    yield _counter("deliveries", (*_HANDLER, "source"), _each(handlers, lambda of: of.deliveries))
+    yield _counter("messages", (*_HANDLER, "outcome"), _each(handlers, lambda of: {**_OUTCOMES, **of.outcomes}))
+    yield _counter("dead_letters", (*_HANDLER, "reason"), _each(handlers, lambda of: {**_LETTERS, **of.letters}))
+    yield _histogram("handler_duration_seconds", ((name, of.handling) for name, of in handlers))
+    yield _histogram("group_duration_seconds", ((name, of.groups) for name, of in handlers))
+    yield _histogram("group_size", ((name, of.sizes) for name, of in handlers))
+    yield _counter("pruned_records", (), _one(counts.pruned))
+    yield _counter("relayed_messages", ("destination",), sorted(_named(counts.relayed)))
+    yield _counter("parked_messages", ("destination",), sorted(_named(counts.parked)))
+    yield _counter("worker_deaths", (), _one(crew.deaths))
 
 
 def _standing(crew: Crew) -> Iterator[Metric]:
-    app, reports = crew.app, list(crew.reports)
-    handlers = sorted({name for report in reports for name in report.handlers})
-    states = {name: [report.handlers[name] for report in reports if name in report.handlers] for name in handlers}
-    pools = sorted({name for report in reports for name in report.pools})
-    used = {name: [report.pools[name] for report in reports if name in report.pools] for name in pools}
-    yield _gauge("workers", ("state",), (((state,), n) for state, n in crew.states.items()))
+    reports = list(crew.reports)
+    handlers = [((crew.app, name), of) for name, of in _gathered(report.handlers for report in reports)]
+    yield _gauge("workers", ("state",), _named(crew.states))
     # O33: 0, and not left out, while something is away.
-    yield _gauge("ready", (), [((), float(not crew.against_readiness()))])
-    yield _gauge(
-        "source_up", ("source",),
-        (((source,), float(up)) for source, up in crew.up.items() if not source.startswith(_RETRIES)),
-    )  # fmt: skip
-    yield _gauge(
-        "handler_state", (*_HANDLER, "state"),
-        (
-            ((app, name, str(state)), float(sum(state in (each.held_up or [WORKS]) for each in of)))
-            for name, of in states.items()
-            for state in (WORKS, *HeldUp)
-        ),
-    )  # fmt: skip
-    yield _gauge(
-        "lanes",
-        _HANDLER,
-        (((app, name), sum(s.lanes for s in of)) for name, of in states.items()),
-    )
-    yield _gauge(
-        "busy_lanes", _HANDLER,
-        (((app, name), sum(s.busy for s in of)) for name, of in states.items()),
-    )  # fmt: skip
-    yield _gauge(
-        "waiting_room_messages", _HANDLER,
-        (((app, name), sum(s.waiting for s in of)) for name, of in states.items()),
-    )  # fmt: skip
-    yield _gauge(
-        "waiting_room_oldest_seconds", _HANDLER,
-        (((app, name), max(s.oldest for s in of)) for name, of in states.items()),
-    )  # fmt: skip
-    yield _gauge("in_hand_messages", (), [((), sum(r.in_hand for r in reports))])
-    yield _gauge("in_hand_bytes", (), [((), sum(r.bytes_in_hand for r in reports))])
-    yield _gauge(
-        "pool_connections_used", ("pool",),
-        (((name,), sum(p.used for p in of)) for name, of in used.items()),
-    )  # fmt: skip
-    yield _gauge(
-        "pool_connections_max", ("pool",),
-        (((name,), sum(p.most for p in of)) for name, of in used.items()),
-    )  # fmt: skip
-    yield _gauge(
-        "pool_pending_requests", ("pool",),
-        (((name,), sum(p.pending for p in of)) for name, of in used.items()),
-    )  # fmt: skip
+    yield _gauge("ready", (), _one(not crew.against_readiness()))
+    yield _gauge("source_up", ("source",), _named(_without_retries(crew.up)))
+    yield _gauge("handler_state", (*_HANDLER, "state"), _each(handlers, _states))
+    for name, total in _LANES.items():
+        yield _gauge(name, _HANDLER, [(labels, total(of)) for labels, of in handlers])
+    yield _gauge("in_hand_messages", (), _one(sum(report.in_hand for report in reports)))
+    yield _gauge("in_hand_bytes", (), _one(sum(report.bytes_in_hand for report in reports)))
+    pools = _gathered(report.pools for report in reports)
+    for name, number in _POOLS.items():
+        yield _gauge(name, ("pool",), [((pool,), sum(map(number, of))) for pool, of in pools])
+
+
+def _states(of: Sequence[HandlerState]) -> Mapping[str, int]:
+    """In how many workers the handler is in each state."""
+    return {str(state): sum(state in (each.held_up or [WORKS]) for each in of) for state in (WORKS, *HeldUp)}
 
 
 def _stored(found: Found) -> Iterator[Metric]:
-    state, reason = (*_HANDLER, "state"), (*_HANDLER, "reason")
-    yield _gauge("sagas", state, ((name, of.number) for name, of in found.sagas.items()))
+    state, reason, destination = (*_HANDLER, "state"), (*_HANDLER, "reason"), ("destination",)
+    yield from _aged("sagas", "oldest_saga_seconds", state, found.sagas)
+    yield from _aged("due_sagas", "oldest_due_saga_seconds", _HANDLER, found.due)
+    retries = [(_of_retries(source), source) for source in found.queues if source.startswith(_RETRIES)]
     yield _gauge(
-        "oldest_saga_seconds", state,
-        ((name, of.oldest or 0.0) for name, of in found.sagas.items()),
-    )  # fmt: skip
+        "retries",
+        state,
+        _each(retries, lambda its: {"waiting": found.delayed.get(its, 0), "due": found.queues[its].number}),
+    )
     yield _gauge(
-        "due_sagas", _HANDLER,
-        ((name, of.number) for name, of in found.due.items()),
-    )  # fmt: skip
-    yield _gauge(
-        "oldest_due_saga_seconds", _HANDLER,
-        ((name, of.oldest or 0.0) for name, of in found.due.items()),
-    )  # fmt: skip
-    retries = {_of_retries(source): source for source in found.queues if source.startswith(_RETRIES)}
-    yield _gauge(
-        "retries", state,
-        (
-            ((*name, of), float(n))
-            for name, source in retries.items()
-            for of, n in (("waiting", found.delayed.get(source, 0)), ("due", found.queues[source].number))
-        ),
-    )  # fmt: skip
-    yield _gauge(
-        "oldest_due_retry_seconds", _HANDLER,
-        ((name, found.queues[source].oldest or 0.0) for name, source in retries.items()),
-    )  # fmt: skip
-    yield _gauge(
-        "delayed_messages", ("source",),
-        (((source,), n) for source, n in found.delayed.items() if not source.startswith(_RETRIES)),
-    )  # fmt: skip
-    yield _gauge(
-        "open_dead_letters", reason,
-        ((name, of.number) for name, of in found.letters.items()),
-    )  # fmt: skip
-    yield _gauge(
-        "oldest_dead_letter_seconds", reason,
-        ((name, of.oldest or 0.0) for name, of in found.letters.items()),
-    )  # fmt: skip
-    yield _gauge(
-        "unforwarded_dead_letters", _HANDLER,
-        ((name, of.number) for name, of in found.forwards.items()),
-    )  # fmt: skip
-    yield _gauge(
-        "oldest_unforwarded_dead_letter_seconds", _HANDLER,
-        ((name, of.oldest or 0.0) for name, of in found.forwards.items()),
-    )  # fmt: skip
-    yield _gauge(
-        "leases", ("state",),
-        (((state,), n) for state, n in found.leases.items()),
-    )  # fmt: skip
+        "oldest_due_retry_seconds", _HANDLER, ((name, found.queues[its].oldest or 0.0) for name, its in retries)
+    )
+    yield _gauge("delayed_messages", ("source",), _named(_without_retries(found.delayed)))
+    yield from _aged("open_dead_letters", "oldest_dead_letter_seconds", reason, found.letters)
+    yield from _aged("unforwarded_dead_letters", "oldest_unforwarded_dead_letter_seconds", _HANDLER, found.forwards)
+    yield _gauge("leases", ("state",), _named(found.leases))
+    outbox = [((name,), of) for name, of in found.outbox.items()]
     yield _gauge(
         "outbox_messages",
-        ("destination", "state"),
-        (((name, state), float(n)) for name, of in found.outbox.items()
-         for state, n in (("waiting", of.waiting), ("later", of.later), ("parked", of.parked))),
-    )  # fmt: skip
-    yield _gauge(
-        "oldest_outbox_message_seconds",
-        ("destination",), (((name,), of.oldest or 0.0) for name, of in found.outbox.items()),
-    )  # fmt: skip
+        (*destination, "state"),
+        _each(outbox, lambda of: {"waiting": of.waiting, "later": of.later, "parked": of.parked}),
+    )
+    yield _gauge("oldest_outbox_message_seconds", destination, ((name, of.oldest or 0.0) for name, of in outbox))
     if found.pruned_at is not None:
-        yield _gauge("last_prune_timestamp_seconds", (), [((), found.pruned_at)])
+        yield _gauge("last_prune_timestamp_seconds", (), _one(found.pruned_at))
 
 
 def _lag(crew: Crew, found: Found | None) -> Iterator[Metric]:
     messages = {source: lag.messages for source, lag in crew.lag.items()}
-    seconds = {source: lag.seconds for source, lag in crew.lag.items() if lag.seconds is not None}
-    for source, of in ({} if found is None else found.queues).items():
-        if not source.startswith(_RETRIES):
-            messages[source], seconds[source] = of.number, of.oldest or 0.0
-    yield _gauge(
-        "lag_messages", ("source",),
-        (((source,), n) for source, n in messages.items()),
-    )  # fmt: skip
-    yield _gauge(
-        "lag_seconds", ("source",),
-        (((source,), n) for source, n in seconds.items()),
-    )  # fmt: skip
+    seconds = {source: lag.seconds for source, lag in crew.lag.items()}
+    for source, of in _without_retries({} if found is None else found.queues).items():
+        messages[source], seconds[source] = of.number, of.oldest or 0.0
+    yield _gauge("lag_messages", ("source",), _named(messages))
+    yield _gauge("lag_seconds", ("source",), _named(seconds))
 
 
-_RETRIES: Final = "postgres:~~"  # as `message.sources.retry_source` has it
+def _without_retries(of: Mapping[str, T]) -> Mapping[str, T]:
+    return {source: its for source, its in of.items() if not source.startswith(_RETRIES)}
 
 
 def _of_retries(source: str) -> Labels:
@@ -258,15 +161,43 @@ def _of_retries(source: str) -> Labels:
     return app, handler
 
 
+def _gathered(told: Iterable[Mapping[str, T]]) -> list[tuple[str, list[T]]]:
+    """What each has of a name, by that name."""
+    found: dict[str, list[T]] = {}
+    for name, its in (pair for each in told for pair in each.items()):
+        found.setdefault(name, []).append(its)
+    return sorted(found.items(), key=itemgetter(0))
+
+
+# ---------------------------------------------------------------------------------------------------- samples, families
+def _one(value: float | None) -> Samples:
+    return [] if value is None else [((), value)]
+
+
+def _named(values: Mapping[str, float | None]) -> Samples:
+    """One for each name of what is known."""
+    return [((name,), value) for name, value in values.items() if value is not None]
+
+
+def _each(of: Iterable[tuple[Labels, T]], numbers: Callable[[T], Mapping[str, float]]) -> Samples:
+    """For each of them one for each of its `numbers`, whose name is the last label."""
+    return [((*labels, str(name)), number) for labels, its in of for name, number in numbers(its).items()]
+
+
+def _aged(name: str, oldest: str, labels: Labels, of: Mapping[Labels, Number]) -> Iterator[Metric]:
+    yield _gauge(name, labels, ((values, its.number) for values, its in of.items()))
+    yield _gauge(oldest, labels, ((values, its.oldest or 0.0) for values, its in of.items()))
+
+
 def _counter(name: str, labels: Labels, samples: Samples) -> Metric:
-    family = CounterMetricFamily(PREFIX + name, TEXTS[name], labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
+    return _filled(CounterMetricFamily(PREFIX + name, TEXTS[name], labels=labels), samples)
 
 
 def _gauge(name: str, labels: Labels, samples: Samples) -> Metric:
-    family = GaugeMetricFamily(PREFIX + name, TEXTS[name], labels=labels)
+    return _filled(GaugeMetricFamily(PREFIX + name, TEXTS[name], labels=labels), samples)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, samples: Samples) -> Metric:
     for values, value in samples:
         family.add_metric(values, value)
     return family
