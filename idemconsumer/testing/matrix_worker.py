@@ -15,25 +15,16 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from idemconsumer.app.app import App
-from idemconsumer.brokers.connecting import connect
 from idemconsumer.brokers.postgres import PostgresBroker, enqueuing
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import Message, Subscription
 from idemconsumer.ports.broker import Bounds, Broker, Delivery, Finding, Outgoing, Unsent
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.settings import Settings
-from idemconsumer.testing.lending import lent
+from idemconsumer.testing.lending import NOWHERE, lent
 from idemconsumer.testing.matrix_database import Database
 from idemconsumer.testing.matrix_process import MatrixDelivery
 from idemconsumer.testing.matrix_running import LONG, Ending, Process
-from idemconsumer.worker.worker import Surroundings
-
-_NOWHERE: Final[dict[str, Any]] = {
-    "kafka": "127.0.0.1:1",
-    "rabbitmq": "amqp://127.0.0.1:1",
-    "sqs": "http://127.0.0.1:1",
-}
-
 
 _SHORT: Final = 0.15  # seconds between two points of a worker that gets on
 
@@ -48,7 +39,7 @@ class RunsWorker:
         # A program that has imported the app would run again.
         self.__module__, self._name = min(found, key=lambda place: place[0] == "__main__", default=("", ""))
         self.__qualname__ = f"app {app.name!r}"
-        self._settings = replace(settings, until_empty=True, workers=1, ops_port=None, **_NOWHERE)
+        self._settings = replace(settings, until_empty=True, workers=1, ops_port=None, **NOWHERE)
         self._resources = resources
         if not self._name:
             raise ConfigurationError(
@@ -60,10 +51,10 @@ class RunsWorker:
         app: App = getattr(import_module(self.__module__), self._name)
         settings = replace(self._settings, dsn=dsn)
 
-        def connected(scheme: str, settings: Settings) -> Broker:
-            return connect(scheme, settings) if scheme == "postgres" else _StandIn(scheme, settings, delivery.message)
+        def stand_in(scheme: str, settings: Settings) -> Broker:
+            return _StandIn(scheme, settings, delivery.message)
 
-        with lent(app, self._resources, Surroundings(connected, settings=settings)):
+        with lent(app, self._resources, settings, stand_in):
             await app.worker(settings, _Telling(delivery)).run()
 
 
@@ -122,6 +113,11 @@ def queue_of(source: str) -> str:
     return name if scheme == "postgres" else f"{scheme}.{name}"
 
 
+def _source_of(queue: str) -> str:
+    """The source for which `postgres:scheme.name` stands."""
+    return queue.removeprefix("postgres:").replace(".", ":", 1)
+
+
 class _StandIn:
     """The broker of one scheme. A message has the properties that `given`, the matrix's own, has there."""
 
@@ -135,27 +131,24 @@ class _StandIn:
         return self._scheme
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> Any:
-        sources = {f"postgres:{queue_of(each.source)}": each.source for each in subscriptions}
-        queues = [
-            Subscription(queue, each.handler, each.group) for queue, each in zip(sources, subscriptions, strict=True)
-        ]
+        queues = [Subscription(f"postgres:{queue_of(each.source)}", each.handler, each.group) for each in subscriptions]
         share, paused = bounds.share, bounds.paused
         bounds = dataclasses.replace(
             bounds,
-            share=None if share is None else lambda queue: share(sources[queue]),
-            paused=lambda queue: paused(sources[queue]),
+            share=None if share is None else lambda queue: share(_source_of(queue)),
+            paused=lambda queue: paused(_source_of(queue)),
         )
         session = await self._queues.open(queues, bounds)
         fetch = session.fetch
 
         async def fetched() -> Sequence[Delivery]:
-            return [replace(each, message=self._as_sent(each.message, sources)) for each in await fetch()]
+            return [replace(each, message=self._as_sent(each.message)) for each in await fetch()]
 
         session.fetch = fetched  # type: ignore[method-assign]
         return session
 
-    def _as_sent(self, message: Message, sources: dict[str, str]) -> Message:
-        source = sources[message.source]
+    def _as_sent(self, message: Message) -> Message:
+        source = _source_of(message.source)
         if source == self._given.source and message.body == self._given.body:
             return replace(self._given, position=message.position, attempt=message.attempt)
         return replace(message, source=source)

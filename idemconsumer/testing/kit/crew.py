@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import Final
 
 from idemconsumer.app.app import App
-from idemconsumer.brokers.connecting import connect
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.logs import log
 from idemconsumer.message.message import Message
@@ -23,8 +22,8 @@ from idemconsumer.testing.kit.costs import passing
 from idemconsumer.testing.kit.databases import SCHEMA
 from idemconsumer.testing.kit.hub import Hub
 from idemconsumer.testing.kit.marked import Marked
-from idemconsumer.testing.lending import lent
-from idemconsumer.worker.worker import Surroundings, Worker
+from idemconsumer.testing.lending import NOWHERE, lent
+from idemconsumer.worker.worker import Worker
 
 _LANES: Final = 4
 _NEVER: Final = 1e9  # seconds: the kit prunes, when it has moved the time
@@ -75,8 +74,7 @@ class Crew:
         """Their workers start beside this. Raises ConfigurationError for an app that no worker can run."""
         settings = _settings(dsn)
         for app in self.apps:
-            around = Surroundings(self._connect, _stuck, settings)
-            self._stack.enter_context(lent(app, self._resources, around))
+            self._stack.enter_context(lent(app, self._resources, settings, self._broker, _stuck))
             if app.handlers:
                 self.workers[app.name] = worker = app.worker(settings, self._seen)
                 for each in (each for handler in worker.handlers for each in handler.subscriptions):
@@ -114,15 +112,12 @@ class Crew:
                 await app.close()
             self._stack.close()
 
-    def _connect(self, scheme: str, settings: Settings) -> Broker:
-        return connect(scheme, settings) if scheme == "postgres" else KitBroker(scheme, self._hub)
+    def _broker(self, scheme: str, _: Settings) -> Broker:
+        return KitBroker(scheme, self._hub)
 
 
 def _settings(dsn: str) -> Settings:
-    return Settings(  # a worker relays to brokers that have an address; nobody connects there
-        dsn=dsn, schema=SCHEMA, concurrency=_LANES, prune_every=_NEVER, kafka="127.0.0.1:1",
-        rabbitmq="amqp://127.0.0.1:1/", sqs="http://127.0.0.1:1",
-    )  # fmt: skip
+    return Settings(dsn=dsn, schema=SCHEMA, concurrency=_LANES, prune_every=_NEVER, **NOWHERE)
 
 
 def _stuck(place: str) -> None:
