@@ -16,7 +16,6 @@ from idemconsumer.testing.matrix_database import Contents, Database
 from idemconsumer.testing.matrix_process import Consume
 from idemconsumer.testing.matrix_report import MatrixReport, WrongRun, compared
 from idemconsumer.testing.matrix_running import Delivered, Process, Processes
-from idemconsumer.testing.matrix_wire import At, Wire
 from idemconsumer.testing.matrix_worker import Queued, RunsWorker, check_sent
 
 _FIRST_PAUSE: Final = 0.02  # seconds, before a message that was not acknowledged is delivered again
@@ -60,14 +59,11 @@ async def crash_matrix(
     if isinstance(consume, App):
         return await matrix_of_app(consume, message, load(), {}, dsn, tables, ignore, timeout)
     sent = _as_message(message)
-    async with Database(dsn, tables, ignore) as database:
-
-        async def watched(at: At) -> tuple[str, Wire]:
-            wire = Wire(database.host, database.port, at)
-            return database.address(await wire.open()), wire
-
-        async with Processes(consume, sent, watched) as processes:
-            return await _Matrix(database, processes, timeout, Delivered()).run()
+    async with (
+        Database(dsn, tables, ignore) as database,
+        Processes(consume, sent, database, wired=True) as processes,
+    ):
+        return await _Matrix(database, processes, timeout, Delivered()).run()
 
 
 def check_names(tables: Sequence[str], ignore: Collection[str]) -> None:
@@ -89,13 +85,11 @@ async def matrix_of_app(
     """Its worker has these `settings`, but for the addresses, and `resources` in the places of the app's own."""
     sent, schema = check_sent(app, message), settings.schema
     runs = RunsWorker(app, settings, resources)
-    async with Database(dsn, tables, ignore, lambda copy: migrate(copy, schema)) as database:
-
-        async def direct(_: At) -> tuple[str, None]:
-            return database.dsn, None
-
-        async with Processes(runs, sent, direct) as processes:
-            return await _Matrix(database, processes, timeout, Queued(database, schema, sent)).run()
+    async with (
+        Database(dsn, tables, ignore, lambda copy: migrate(copy, schema)) as database,
+        Processes(runs, sent, database, wired=False) as processes,
+    ):
+        return await _Matrix(database, processes, timeout, Queued(database, schema, sent)).run()
 
 
 class _Matrix:
@@ -166,15 +160,13 @@ class _Matrix:
             self._wrong.append(WrongRun(what, point, *wrong))
 
     async def _killed(self, point: int) -> bool:
-        process = await self._processes.start()
-        process.stop_at(point, "kill")
+        process = await self._processes.start((point, "kill"))
         await self._broker.send()
         await self._deliver(process)
         return process.stopped.is_set()
 
     async def _rival(self, point: int) -> bool:
-        one, two = await self._processes.start(), await self._processes.start()
-        one.stop_at(point, "pause")
+        one, two = await self._processes.start((point, "pause")), await self._processes.start()
         await self._broker.send()
         async with asyncio.TaskGroup() as group:
             first = group.create_task(self._deliver(one))
@@ -183,7 +175,7 @@ class _Matrix:
             await self._broker.send()
             second = group.create_task(self._deliver(two))
             await self._until_it_waits(two, second)
-            one.go_on()
+            one.may_go_on.set()
             stopped.cancel()
         return one.stopped.is_set()
 

@@ -18,7 +18,6 @@ from idemconsumer.addresses import check_dsn
 from idemconsumer.errors import ConfigurationError
 
 Row = tuple[tuple[str, str | None], ...]
-Prepare = Callable[[str], object]
 Contents = Mapping[str, Counter[Row]]
 
 _ENCRYPTION: Final = ("sslmode", "ssl", "sslrootcert", "sslcert", "sslkey", "channel_binding", "gssencmode")
@@ -94,7 +93,7 @@ class Database:
         dsn: str,
         tables: Sequence[str],
         ignore: Collection[str],
-        prepare: Callable[[str], object] = lambda _: None,
+        prepare: Callable[[str], object] | None = None,
     ) -> None:
         """`prepare` is called with the DSN of the copy before its rows are kept."""
         self._prepare = prepare

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -20,7 +21,6 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from socket import SocketIO
 from typing import Any, NoReturn
 
 from idemconsumer.message.message import Message
@@ -73,43 +73,35 @@ Consume = Callable[[MatrixDelivery, str], Awaitable[object]]
 class Channel:
     """To the test: lines of JSON. Each is answered before the process goes on."""
 
-    def __init__(self, folder: Path, number: str) -> None:
-        self._path, self._number = str(folder / SOCKET), number
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
         self._turn = asyncio.Lock()
-        self._points: SocketIO | None = None
 
-    async def open(self) -> str:
-        """What to connect to, once a message is to be delivered."""
-        self._reader, self._writer = await asyncio.open_unix_connection(self._path)
-        return await self.ask("begun", self._number, os.getpid())
-
-    async def ask(self, *words: object) -> str:
+    async def ask(self, kind: str, word: object = None) -> str:
         """The answer. Does not come back when the test has gone."""
         async with self._turn:
-            self._writer.write(json.dumps(words).encode() + b"\n")
+            self._writer.write(line_of(kind, word))
             if answer := await self._reader.readline():
                 return answer.decode().strip()
         os._exit(1)
 
     def at(self, point: str) -> None:
-        """The event loop stands still while the test decides."""
-        if self._points is None:
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.connect(self._path)
-                self._points = connection.makefile("rwb", 0)
-            self._tell("points", self._number)
-        self._tell(point)
-
-    def _tell(self, *words: object) -> None:
-        assert self._points is not None
-        self._points.write(json.dumps(words).encode() + b"\n")
-        if not self._points.readline():
+        """The event loop stands still while the test decides. Nothing else is asked meanwhile."""
+        descriptor = self._writer.get_extra_info("socket").fileno()
+        os.write(descriptor, line_of("point", point))
+        select.select([descriptor], [], [])  # it does not block, since it is the loop's
+        if not os.read(descriptor, 64):
             os._exit(1)
 
 
-async def _work(folder: Path, number: str, consume: Consume, message: Message) -> NoReturn:
-    channel = Channel(folder, number)
-    dsn = await channel.open()
+def line_of(kind: str, word: object) -> bytes:
+    """One line of a channel."""
+    return json.dumps((kind, word)).encode() + b"\n"
+
+
+async def _work(folder: Path, consume: Consume, message: Message) -> NoReturn:
+    channel = Channel(*await asyncio.open_unix_connection(folder / SOCKET))
+    dsn = await channel.ask("begun", os.getpid())
     while True:
         delivery = MatrixDelivery(message, channel)
         try:
@@ -143,19 +135,19 @@ def main(folder: Path) -> NoReturn:
         try:
             consume, message = _load(*pickle.loads((folder / GIVEN).read_bytes()))
         except BaseException:  # noqa: BLE001 - shown in the test
-            test.sendall(json.dumps(["failed", traceback.format_exc()]).encode() + b"\n")
+            test.sendall(line_of("failed", traceback.format_exc()))
             os._exit(1)
         gc.collect()
         gc.freeze()
-        test.sendall(b'["ready"]\n')
+        test.sendall(line_of("ready", None))
         children: list[int] = []
-        for line in lines:
+        for _ in lines:
             children = [child for child in children if os.waitpid(child, os.WNOHANG) == (0, 0)]
             if (child := os.fork()) == 0:
                 try:
                     lines.close()
                     test.close()
-                    asyncio.run(_work(folder, line.strip(), consume, message))
+                    asyncio.run(_work(folder, consume, message))
                 finally:
                     os._exit(1)
             children.append(child)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -21,8 +20,9 @@ from msgspec.structs import replace
 
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import Message
+from idemconsumer.testing.matrix_database import Database
 from idemconsumer.testing.matrix_process import GIVEN, SOCKET
-from idemconsumer.testing.matrix_wire import At, Wire
+from idemconsumer.testing.matrix_wire import Wire
 
 _START_SECONDS: Final = 60.0
 _END_SECONDS: Final = 5.0
@@ -35,7 +35,7 @@ main(pathlib.Path(sys.argv[2]))
 """
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Connect = Callable[[At], Awaitable[tuple[str, Wire | None]]]
+Trap = tuple[int, Literal["kill", "pause"]]  # at which of its points, counted from 0
 Ending = Literal["done", "raised", "killed"]
 
 
@@ -46,25 +46,22 @@ class Killed(ConnectionError):
 class Processes:
     """Starts processes that have loaded the consumer. All end when this is left."""
 
-    def __init__(
-        self, consume: Any, message: Message, connect: Callable[[At], Awaitable[tuple[str, Wire | None]]]
-    ) -> None:
-        """`connect`: what one of them connects to, and the wire that is there to be closed."""
+    def __init__(self, consume: Any, message: Message, database: Database, *, wired: bool) -> None:
+        """`wired`: their points are the statements that they send to the database."""
         self.name = getattr(consume, "__qualname__", type(consume).__qualname__)
         module = str(getattr(inspect.unwrap(consume), "__module__", ""))
         try:
-            pickled = pickle.dumps((consume, _plain(message)))
+            plain = replace(message, headers=dict(message.headers), properties=dict(message.properties))
+            pickled = pickle.dumps((consume, plain))
         except Exception as error:  # noqa: BLE001 - of whatever kind it is
             raise ConfigurationError(
                 f"crash_matrix: {self.name} cannot be given to another process: {error}; write it at the top level of "
                 "a module, and have it make there whatever it uses"
             ) from None
         self._given = module, getattr(sys.modules.get(module), "__file__", None), pickled
-        self._connect = connect
-        self._stack = AsyncExitStack()
-        self._running: dict[str, Process] = {}
-        self._begun: dict[str, asyncio.Future[tuple[int, Streams]]] = {}
-        self._forking: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
+        self._database, self._wired = database, wired
+        self._running: list[Process] = []
+        self._begun: asyncio.Queue[tuple[str, Any, Streams]] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -72,57 +69,46 @@ class Processes:
             (folder / GIVEN).write_bytes(pickle.dumps(self._given))
             server = await asyncio.start_unix_server(self._accept, folder / SOCKET)
             stack.callback(server.close)
-            command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(folder)]
-            forking = _start(command)
-            stack.push_async_callback(self._leave, forking)
-            async with asyncio.timeout(_START_SECONDS):
-                await self._forking
+            forking = _start(folder)
+            stack.push_async_callback(asyncio.to_thread, forking.wait)
+            stack.callback(forking.kill)
+            stack.push_async_callback(self.end_all)
+            kind, error, (_, self._orders) = await self._next()
+            if kind == "failed":
+                raise ConfigurationError(
+                    f"crash_matrix: {self.name} cannot be loaded in a process of its own:\n{error}"
+                )
             self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.end_all()
         await self._stack.aclose()
 
-    async def _leave(self, forking: subprocess.Popen[bytes]) -> None:
-        if self._forking.done() and not self._forking.cancelled() and self._forking.exception() is None:
-            self._forking.result()[1].close()
-        else:
-            forking.kill()
-        await asyncio.to_thread(forking.wait)
-
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        kind, *words = json.loads(await reader.readline())
-        if kind == "begun":
-            self._begun[words[0]].set_result((words[1], (reader, writer)))
-        elif kind == "points":
-            await self._running[words[0]].tell(reader, writer)
-        elif kind == "ready":
-            self._forking.set_result((reader, writer))
-        else:
-            writer.close()
-            self._forking.set_exception(
-                ConfigurationError(f"crash_matrix: {self.name} cannot be loaded in a process of its own:\n{words[0]}")
-            )
+        self._begun.put_nowait((*json.loads(await reader.readline()), (reader, writer)))
 
-    async def start(self) -> Process:
-        """One more."""
-        number = str(len(self._begun))
-        begun = self._begun[number] = asyncio.get_running_loop().create_future()
-        (await self._forking)[1].write(f"{number}\n".encode())
+    async def _next(self) -> tuple[str, Any, Streams]:
         async with asyncio.timeout(_START_SECONDS):
-            process = Process(*await begun)
-        self._running[number] = process
-        process.dsn, process.wire = await self._connect(process.at)
+            return await self._begun.get()
+
+    async def start(self, trap: Trap | None = None) -> Process:
+        """One more, which is stopped in that trap."""
+        self._orders.write(b"\n")
+        _, pid, streams = await self._next()
+        process = Process(pid, streams, self._database.dsn, trap)
+        self._running.append(process)
+        if self._wired:
+            process.wire = Wire(self._database.host, self._database.port, process.at)
+            process.dsn = self._database.address(await process.wire.open())
         return process
 
     def last_error(self) -> str:
         """What `consume` has raised last in one of those that are there, if it has."""
-        return next((process.errors[-1] for process in reversed(self._running.values()) if process.errors), "")
+        return next((process.errors[-1] for process in reversed(self._running) if process.errors), "")
 
     async def end_all(self) -> None:
         """Kill those that are there."""
-        for process in self._running.values():
+        for process in self._running:
             await process.end()
         self._running.clear()
 
@@ -131,15 +117,15 @@ class Process:
     """One that consumes. `points` are the names of those that it has come to, and `repeats` tells that one
     came again; `errors` what `consume` has raised.
     `acknowledged`: the last delivery was, so the broker need not deliver the message again. `stopped`: it has come to
-    the point where it was to be stopped."""
+    the point where it was to be stopped; one that is paused there waits for `may_go_on`."""
 
-    def __init__(self, pid: int, streams: Streams) -> None:
+    def __init__(self, pid: int, streams: Streams, dsn: str, trap: Trap | None) -> None:
         self._pid = pid
-        self.dsn = ""
+        self.dsn = dsn
         self.wire: Wire | None = None
         self._reader, self._writer = streams
-        self._trap: tuple[int, Literal["kill", "pause"]] | None = None
-        self._go_on = asyncio.Event()
+        self._trap = trap
+        self.may_go_on = asyncio.Event()
         self._times = Counter[str]()
         self.points: list[str] = []
         self.repeats = False
@@ -147,14 +133,6 @@ class Process:
         self.acknowledged = False
         self.stopped = asyncio.Event()
         self.heard = asyncio.get_running_loop().time()  # when it came to its last point
-
-    def stop_at(self, point: int, how: Literal["kill", "pause"]) -> None:
-        """Kill or pause it at that point, counted from 0."""
-        self._trap = point, how
-
-    def go_on(self) -> None:
-        """It is paused no more."""
-        self._go_on.set()
 
     async def at(self, point: str) -> None:
         """It has come to this point. Comes back when it may go on, and raises Killed if it is not to."""
@@ -167,16 +145,7 @@ class Process:
             if self._trap[1] == "kill":
                 self._kill()
                 raise Killed
-            await self._go_on.wait()
-
-    async def tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """It says there where it is, and waits for an answer."""
-        with suppress(ConnectionError):
-            writer.write(b"go on\n")
-            while line := await reader.readline():
-                await self.at(json.loads(line)[0])
-                writer.write(b"go on\n")
-        writer.close()
+            await self.may_go_on.wait()
 
     async def deliver(self) -> Ending:
         """Deliver the message, and wait for the end of that."""
@@ -184,15 +153,17 @@ class Process:
         with suppress(ConnectionError):
             self._say(self.dsn)
             while line := await self._reader.readline():
-                kind, *words = json.loads(line)
-                if kind == "ack":
+                kind, word = json.loads(line)
+                if kind == "point":
+                    await self.at(word)
+                elif kind == "ack":
                     await self.at("before the acknowledgement")
                     self.acknowledged = True
                     await self.at("after the acknowledgement")
                 elif kind == "return":
                     await self.at("before the return")
                 elif kind == "raised":
-                    self.errors.append(words[0])
+                    self.errors.append(word)
                     return "raised"
                 else:
                     return "done"
@@ -238,11 +209,7 @@ class Delivered:
         return LONG
 
 
-def _plain(message: Message) -> Message:
-    """The same, and its mappings can be pickled."""
-    return replace(message, headers=dict(message.headers), properties=dict(message.properties))
-
-
-def _start(command: list[str]) -> subprocess.Popen[bytes]:
+def _start(folder: Path) -> subprocess.Popen[bytes]:
     """Not by asyncio, which in Python 3.11 starts processes in the main thread alone."""
+    command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(folder)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
