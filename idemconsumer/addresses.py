@@ -75,23 +75,8 @@ def _each_host(text: str, label: str, schemes: Collection[str], example: str) ->
     end = min(index for index in (*map(rest.find, "/?#"), len(rest)) if index >= 0)
     user, at, hosts = rest[:end].rpartition("@")
     return [
-        read_url(f"{before}{slashes}{user}{at}{host}{rest[end:]}", label, schemes, example) for host in hosts.split(",")
+        read_url(f"{before}{slashes}{user}{at}{host}{rest[end:]}", label, example, schemes) for host in hosts.split(",")
     ]
-
-
-def management_url(text: str, label: str = "settings: `rabbitmq_management`") -> SplitResult:
-    """As `read_url`."""
-    return read_url(text, label, ("http", "https"), "http(s)://user:password@host:15672")
-
-
-def sqs_url(text: str, label: str = "settings: `sqs`") -> SplitResult:
-    """As `read_url`."""
-    return read_url(text, label, ("http", "https"), "http(s)://host:port, or leave it out for AWS")
-
-
-def token_url(text: str, label: str = "settings: `kafka_oauth_token_url`") -> SplitResult:
-    """As `read_url`."""
-    return read_url(text, label, ("http", "https"), "https://host/path, and the secret into another setting")
 
 
 def redis_urls(text: str, label: str = "settings: `redis`") -> list[SplitResult]:
@@ -130,7 +115,7 @@ def listening_at(given: int | str, label: str = "settings: `ops_port`") -> tuple
     return (found["host"] or "0.0.0.0").strip("[]"), int(found["port"])
 
 
-def read_url(text: str, label: str, schemes: Collection[str], example: str) -> SplitResult:
+def read_url(text: str, label: str, example: str, schemes: Collection[str] = ("http", "https")) -> SplitResult:
     """The parts of a URL. ConfigurationError, naming the setting and quoting nothing, for a text that is not one.
 
     An unencoded / ? or # ends the authority, so that a part of a password is taken for the port or the path. An @

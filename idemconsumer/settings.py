@@ -9,21 +9,13 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from idemconsumer.addresses import (
-    check_dsn,
-    kafka_hosts,
-    listening_at,
-    management_url,
-    rabbitmq_urls,
-    redis_urls,
-    sqs_url,
-    token_url,
-)
+from idemconsumer.addresses import check_dsn, kafka_hosts, listening_at, rabbitmq_urls, read_url, redis_urls
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.hashing import HASHING
 
@@ -50,19 +42,12 @@ _CHOICES: Final = {
 }
 _ADDRESSES: Final[Mapping[str, Callable[[Any, str], object]]] = {
     "dsn": check_dsn, "listen_dsn": check_dsn, "kafka": kafka_hosts, "rabbitmq": rabbitmq_urls,
-    "rabbitmq_management": management_url, "sqs": sqs_url,
-    "kafka_oauth_token_url": token_url, "ops_port": listening_at, "redis": redis_urls,
+    "rabbitmq_management": partial(read_url, example="http(s)://user:password@host:15672"),
+    "sqs": partial(read_url, example="http(s)://host:port, or leave it out for AWS"),
+    "kafka_oauth_token_url": partial(read_url, example="https://host/path, and the secret into another setting"),
+    "ops_port": listening_at, "redis": redis_urls,
 }  # fmt: skip
-_BOOLEANS: Final = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+_BOOLEANS: Final = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,12 +171,7 @@ def load(environ: Mapping[str, str] | None = None, directory: Path | None = None
     path = (directory or Path.cwd()) / "pyproject.toml"
     given = {name: (f"`{name}` of [tool.idemconsumer] in {path}", value) for name, value in _pyproject(path).items()}
     for variable, value in environ.items():
-        if (
-            variable.startswith(PREFIX)
-            and value != ""
-            and not _is_of_a_service(variable, value)
-            and _is_setting(variable)
-        ):
+        if variable.startswith(PREFIX) and value != "" and _is_setting(variable, value):
             given[variable.removeprefix(PREFIX).lower()] = variable, value
     for name, value in flags.items():
         if value is not None:
@@ -211,16 +191,15 @@ def log_format(flag: str | None, environ: Mapping[str, str] | None = None, direc
     return given.lower() if isinstance(given, str) and given.lower() in FORMATS else "auto"
 
 
-def _is_of_a_service(variable: str, value: str) -> bool:
-    """Also where it has the name of a setting: a service named idemconsumer-ops has an IDEMCONSUMER_OPS_PORT."""
-    return bool(_OF_A_SERVICE.fullmatch(variable.removeprefix(PREFIX))) and value.startswith(("tcp://", "udp://"))
-
-
-def _is_setting(variable: str) -> bool:
+def _is_setting(variable: str, value: str) -> bool:
+    """That of a service is none, though it has such a name: one named idemconsumer-ops has an IDEMCONSUMER_OPS_PORT."""
     name = variable.removeprefix(PREFIX)
+    of_a_service = _OF_A_SERVICE.fullmatch(name) is not None
+    if of_a_service and value.startswith(("tcp://", "udp://")):
+        return False
     if name == name.upper() and name.lower() in Settings.__struct_fields__:
         return True
-    near = None if name in _INTERNAL or _OF_A_SERVICE.fullmatch(name) else _nearest(name.lower())
+    near = None if name in _INTERNAL or of_a_service else _nearest(name.lower())
     if near is not None:
         raise ConfigurationError(f"there is no setting {variable}; did you mean {PREFIX}{near.upper()}?")
     return False
