@@ -7,7 +7,8 @@ whatever kind, is not begun: there the replay has come to its end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -192,8 +193,9 @@ class _Recorded:
         self.why = letter.reason, letter.error
         return 0
 
-    def step(self, saga: LeasedSaga, name: str, *, undo: bool, **_: object) -> _Beyond:
-        return _Beyond(self._begin(name, undo))
+    @asynccontextmanager
+    async def step(self, saga: LeasedSaga, name: str, *, undo: bool, **_: object) -> AsyncIterator[Never]:
+        yield await self._begin(name, undo)
 
     async def intend(self, saga: LeasedSaga, name: str, *, undo: bool, **_: object) -> int:
         await self._begin(name, undo)
@@ -214,17 +216,6 @@ class _Recorded:
         if name.startswith("_"):
             raise AttributeError(name)
         return lambda *_, **__: self.beyond(name)
-
-
-class _Beyond:
-    def __init__(self, beyond: Coroutine[Any, Any, Never]) -> None:
-        self._beyond = beyond
-
-    async def __aenter__(self) -> Never:
-        await self._beyond
-
-    async def __aexit__(self, *_: object) -> None:
-        return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
@@ -23,34 +23,26 @@ def passing(point: Point | SagaPoint) -> None:
         _FOR_MESSAGES.set(True)
 
 
-class Commits:
-    """`made`: how many, so far."""
-
-    def __init__(self) -> None:
-        self.made = 0
-
-    def see(self, results: Sequence[PGresult]) -> None:
-        """Of one exchange with the server."""
-        if _FOR_MESSAGES.get():
-            self.made += sum(result.command_status == b"COMMIT" for result in results)
-
-
 @contextmanager
-def counting() -> Iterator[Commits]:
-    """In this process, while the block runs."""
-    commits, simple, last = Commits(), Connection.simple, Connection.last
+def counting() -> Iterator[Callable[[], int]]:
+    """In this process, while the block runs: how many so far."""
+    made, simple, last = 0, Connection.simple, Connection.last
+
+    def seen(results: list[PGresult]) -> list[PGresult]:
+        nonlocal made
+        if _FOR_MESSAGES.get():
+            made += sum(result.command_status == b"COMMIT" for result in results)
+        return results
 
     async def seen_simple(self: Connection, statements: bytes) -> list[PGresult]:
-        commits.see(results := await simple(self, statements))
-        return results
+        return seen(await simple(self, statements))
 
     async def seen_last(self: Connection, statements: Sequence[bytes]) -> list[PGresult]:
-        commits.see(results := await last(self, statements))
-        return results
+        return seen(await last(self, statements))
 
     ours: Any = Connection
     ours.simple, ours.last = seen_simple, seen_last
     try:
-        yield commits
+        yield lambda: made
     finally:
         ours.simple, ours.last = simple, last

@@ -31,7 +31,7 @@ from idemconsumer.testing.kit.crew import Crew, Seen
 from idemconsumer.testing.kit.databases import SCHEMA, Databases, Setup
 from idemconsumer.testing.kit.http import client_of
 from idemconsumer.testing.kit.hub import LARGEST, Hub, Published
-from idemconsumer.testing.kit.left import Left, State, state
+from idemconsumer.testing.kit.left import Left, state
 from idemconsumer.testing.kit.marked import Marked
 from idemconsumer.testing.kit.sagas import SagaSeen, sagas_of
 from idemconsumer.worker.retention import prune_once
@@ -197,7 +197,7 @@ class Kit:
         events, calm = -1, 0
         while True:
             self._crew.check()
-            found = await self._state()
+            found = await state(self._open, self._crew.workers, self._crew.schedules, self._hub)
             now = time.monotonic()
             if found.busy or events != self._seen.events:
                 events, calm_since, calm = self._seen.events, now, 0
@@ -235,9 +235,6 @@ class Kit:
             left = await self.drain(within=rest)
         await prune_once(self._dsn, SCHEMA)
         return left
-
-    async def _state(self) -> State:
-        return await state(self._open, self._crew.workers, self._crew.schedules, self._hub)
 
     # ------------------------------------------------------------------------------------------------------------- find
     @property
@@ -294,7 +291,8 @@ class Kit:
         with counting() as commits:
             yield
             await self.drain()
-        assert commits.made == expected, f"{commits.made} commits, not {expected}; handled: {self._keys() or 'nothing'}"
+        made = commits()
+        assert made == expected, f"{made} commits, not {expected}; handled: {self._keys() or 'nothing'}"
 
     @property
     def _open(self) -> clock.Connection:
