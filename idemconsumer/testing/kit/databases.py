@@ -46,8 +46,10 @@ create function pg_catalog.{0}() returns timestamptz language sql {1} parallel s
         + coalesce(pg_catalog.pg_sequence_last_value('idem_kit.moved'), 0) * interval '1 microsecond'
 $$;
 """
-# What is published to a queue of Postgres is put on record: a row of the queue is gone once it is settled.
-_PUBLISHED: Final = """
+# No worker prunes: the kit does, when it has moved the time. And what is published to a queue of Postgres is put on
+# record: a row of the queue is gone once it is settled.
+_MIGRATED: Final = """
+update idemconsumer.upkeep set until = 'infinity';
 alter function idemconsumer.publish_bytes(text, bytea, text, jsonb, interval) set schema idem_kit;
 create function idemconsumer.publish_bytes(
     queue text, payload bytea, key text default null, headers jsonb default '{}', delay interval default null
@@ -115,7 +117,7 @@ class Databases:
             connection.execute((_CLOCK + times).encode())
         migrate(address, SCHEMA)
         with psycopg.connect(address, autocommit=True) as connection:
-            connection.execute(_PUBLISHED.encode())
+            connection.execute(_MIGRATED.encode())
             if isinstance(setup, str):
                 connection.execute(setup)
         if callable(setup):
