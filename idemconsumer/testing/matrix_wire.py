@@ -85,7 +85,7 @@ class Wire:
                 await server[0].read()
             else:
                 await _Talk(self, client, server).go_on()
-        except (OSError, asyncio.IncompleteReadError):
+        except* (OSError, asyncio.IncompleteReadError):
             pass  # one side has left, and the other one is to see that
         finally:
             for _, writer in opened:
@@ -114,15 +114,9 @@ class _Talk:
 
     async def go_on(self) -> None:
         """Until one side leaves."""
-        directions = [asyncio.ensure_future(self._answers()), asyncio.ensure_future(self._asks())]
-        try:
-            done, _ = await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
-            for each in done:
-                each.result()
-        finally:
-            for each in directions:
-                each.cancel()
-            await asyncio.gather(*directions, return_exceptions=True)
+        async with asyncio.TaskGroup() as directions:
+            directions.create_task(self._answers())
+            directions.create_task(self._asks())
 
     async def _asks(self) -> None:
         execute: tuple[bytes, str] | None = None  # not sent on before it is known what comes behind it
