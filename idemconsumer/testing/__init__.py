@@ -69,6 +69,7 @@ _HOMES: Final = {
     "embedded.postgres": ["EmbeddedPostgres"],
     "ports.observer": ["Point", "SagaPoint"],
     "stores.migrations": ["migrate"],
+    "testing.broker_contract": ["BrokerContract", "BrokerHarness"],
     "testing.crash": ["CrashAt"],
     "testing.fake_saga": ["FakeSaga"],
     "testing.fakes": ["FakeTx"],
@@ -81,21 +82,18 @@ _HOMES: Final = {
     "testing.matrix_process": ["MatrixDelivery"],
     "testing.matrix_report": ["MatrixReport", "WrongRun"],
     "testing.replays": ["Replay", "read_histories", "replay"],
-}
-_SUITES: Final = {
-    "testing.broker_contract": ["BrokerContract", "BrokerHarness"],
     "testing.request_contract": ["RequestHarness", "RequestProcess", "RequestStoreContract"],
 }
 
 
 def __getattr__(name: str) -> object:
-    for home, names in (_HOMES | _SUITES).items():
+    for home, names in _HOMES.items():
         if name in names:
-            if home in _SUITES:
+            module = f"idemconsumer.{home}"
+            if home.endswith("_contract") and module not in sys.modules:
                 import pytest
 
-                suites = {f"idemconsumer.{each}" for each in _SUITES}
-                pytest.register_assert_rewrite(*suites.difference(sys.modules))
-            value = globals()[name] = getattr(import_module(f"idemconsumer.{home}"), name)
+                pytest.register_assert_rewrite(module)
+            value = globals()[name] = getattr(import_module(module), name)
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
