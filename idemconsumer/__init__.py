@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from idemconsumer.admin.cancellations import Cancellation
-    from idemconsumer.admin.saga_status import SagaStatus, SagaStep
+    from idemconsumer.admin.decisions import Cancellation
+    from idemconsumer.admin.saga_views import SagaStatus, SagaStep
     from idemconsumer.app.accepting import Accepted
     from idemconsumer.app.app import App
     from idemconsumer.errors import (
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from idemconsumer.rules.values import Outcome, OutcomeKind, Signalled
 else:
     _HOMES = {
-        "admin.cancellations": ["Cancellation"],
-        "admin.saga_status": ["SagaStatus", "SagaStep"],
+        "admin.decisions": ["Cancellation"],
+        "admin.saga_views": ["SagaStatus", "SagaStep"],
         "app.accepting": ["Accepted"],
         "app.app": ["App"],
         "errors": [

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import socket
 from typing import Any
 
-from idemconsumer.sql.answering import AnsweringConnection
-from idemconsumer.sql.queries import load
+from idemconsumer.admin.sender import Sender
 from idemconsumer.stores.claims import PostgresClaims
 
 
@@ -15,16 +17,14 @@ class Trace:
     `target` never quotes a key or an error, which may be personal.
     """
 
-    def __init__(self, schema: str, by: str, what: str) -> None:
-        self._queries = load(schema)
+    def __init__(self, by: str, what: str) -> None:
         self._given: dict[str, Any] = {"by": by, "what": what}
         self._id: int | None = None
 
-    async def write(self, connection: AnsweringConnection[dict[str, Any]], target: str) -> None:
+    async def write(self, send: Sender, target: str) -> None:
         """In the caller's transaction."""
         name = "note_decision" if self._id is None else "note_progress"
-        given = self._given | {"id": self._id, "target": target}
-        (row,) = await (await connection.execute(self._queries[name], given)).fetchall()
+        (row,) = await send(name, **self._given, id=self._id, target=target)
         self._id = row["id"]
 
 
@@ -37,3 +37,12 @@ async def note_saga(claims: PostgresClaims, key: bytes, by: str, what: str, deta
 def counted(count: int, things: str, **chosen: str | None) -> str:
     """`3 dead letters, reason undecodable`."""
     return ", ".join([f"{count} {things}", *(f"{name} {value}" for name, value in chosen.items() if value is not None)])
+
+
+def user() -> str:
+    """Who decides, where nobody is named: the account and the machine of this process."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

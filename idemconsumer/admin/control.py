@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from idemconsumer.admin.dead_letters import connected
+from idemconsumer.admin.sender import Statements
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import keys
 from idemconsumer.ports.broker import Lag
 from idemconsumer.rules.held_up import Condition
-from idemconsumer.sql.queries import load
 
 LOST: Final = 45.0  # seconds without a sign of life; a worker gives one every twelve
 UNRECORDED: Final = "unrecorded"
@@ -87,38 +85,36 @@ class Controls:
     """Of one schema, with a new connection for each call. Raises like `Admin`."""
 
     def __init__(self, dsn: str, schema: str) -> None:
-        self._dsn = dsn
-        self._schema = schema
-        self._queries = load(schema)
+        self._sql = Statements(dsn, schema)
 
     async def workers(self, app: str | None = None) -> list[WorkerLine]:
         """Those on record, and leases of sagas that belong to none of these."""
         recorded = [
             WorkerLine(**row | {"handlers": msgspec.json.decode(row["handlers"], type=dict[str, Doing])})
-            for row in await self._rows("processes", {"app": app, "lost": LOST})
+            for row in await self._sql.rows("processes", app=app, lost=LOST)
         ]
         return recorded + [
             line
-            for row in await self._rows("unrecorded_workers", {})
+            for row in await self._sql.rows("unrecorded_workers")
             for line in _unrecorded(row["name"], row["runs"])
             if app in (None, line.app)
         ]
 
     async def paused(self, app: str | None = None) -> list[Paused]:
-        return [Paused(**row) for row in await self._rows("paused_handlers", {"app": app})]
+        return await self._sql.values(Paused, "paused_handlers", app=app)
 
     async def audit(self, limit: int = 50) -> list[Audited]:
         """The newest first."""
-        return [Audited(**row) for row in await self._rows("audit", {"limit": limit})]
+        return await self._sql.values(Audited, "audit", limit=limit)
 
     async def pause(self, app: str, handler: str, *, by: str, reason: str | None = None) -> bool:
         """Nothing of the handler is fetched or begun any more, from about a second later on (O14). Returns whether it
         was not paused already; then who has paused it, and why, stays."""
-        return await self._change("pause_handler", {"app": app, "handler": handler, "by": by, "reason": reason})
+        return await self._change("pause_handler", app=app, handler=handler, by=by, reason=reason)
 
     async def resume(self, app: str, handler: str, *, by: str, reason: str | None = None) -> bool:
         """Returns whether it was paused."""
-        return await self._change("resume_handler", {"app": app, "handler": handler, "by": by, "reason": reason})
+        return await self._change("resume_handler", app=app, handler=handler, by=by, reason=reason)
 
     async def running(self, app: str, handler: str) -> list[WorkerLine]:
         """Workers on record, and leases, that have this handler."""
@@ -133,15 +129,16 @@ class Controls:
             raise ConfigurationError(
                 f"no live worker has the id {worker}; live are: {known} (`idemconsumer workers list`)"
             )
-        return await self._change("drain_process", {"id": worker, "by": by, "reason": reason})
+        return await self._change("drain_process", id=worker, by=by, reason=reason)
 
     async def note_reload(self, target: str, *, by: str) -> None:
         """A launcher was told to start its workers again (O17)."""
-        await self._write("note_decision", {"by": by, "what": "reload", "target": target})
+        async with self._sql.changing() as send:
+            await send("note_decision", by=by, what="reload", target=target)
 
     async def known(self) -> set[Name]:
         """App and name of each handler that a worker on record has, or that has records."""
-        scopes = [keys.parts_of(row["name"]) for row in await self._rows("scopes", {})]
+        scopes = [keys.parts_of(row["name"]) for row in await self._sql.rows("scopes")]
         return {(app, name) for app, _, name in scopes} | {
             (line.app, name) for line in await self.workers() for name in line.handlers
         }
@@ -160,18 +157,10 @@ class Controls:
             f"no handler {handler!r} is known; to pause one that has never run yet, add --app NAME"
         )
 
-    async def _change(self, statement: str, params: Mapping[str, Any]) -> bool:
-        (row,) = await self._write(statement, params)
+    async def _change(self, statement: str, **given: Any) -> bool:
+        async with self._sql.changing() as send:
+            (row,) = await send(statement, **given)
         return bool(row["changed"])
-
-    async def _rows(self, statement: str, params: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-        async with connected(self._dsn, self._schema) as connection:
-            return await (await connection.execute(self._queries[statement], params)).fetchall()
-
-    async def _write(self, statement: str, params: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-        async with connected(self._dsn, self._schema) as connection, connection.transaction():
-            cursor = await connection.execute(self._queries[statement], params)
-            return await cursor.fetchall() if cursor.description else []
 
 
 def _unrecorded(name: str, runs: str) -> list[WorkerLine]:

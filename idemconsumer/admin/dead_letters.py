@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any, Final
 
 import msgspec
-import psycopg
-from psycopg.rows import dict_row
 
 from idemconsumer.admin.audit import Trace, counted
 from idemconsumer.admin.hints import hint
-from idemconsumer.brokers.publishers import Publishers
-from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.admin.sender import PATIENCE, Statements
+from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import keys
 from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.message.message import Message
-from idemconsumer.redaction import error_text
 from idemconsumer.rules.request_keys import UNNAMED, asked_keys, is_unnamed
-from idemconsumer.sql.answering import AnsweringConnection
-from idemconsumer.sql.connecting import connect_async
-from idemconsumer.sql.queries import load, misconfigured, takes_no_writes
 from idemconsumer.stores.hashing import may_hash
 
-_CONNECT_SECONDS = 10
 _PAGE = 500  # letters of one statement
 _WHOLE = 50  # with their bodies
-PATIENCE: Final = 600.0  # seconds: what reads all letters may have a million to read
 
 
 class Which(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,41 +168,36 @@ class Admin:
     """
 
     def __init__(self, dsn: str, schema: str) -> None:
-        self._dsn = dsn
-        self._schema = schema
+        self._sql = Statements(dsn, schema)
+        self._slow = Statements(dsn, schema, patience=PATIENCE)
 
     async def dead_letters(self, which: Which = ALL, *, before: int | None = None, limit: int = 50) -> list[DeadLetter]:
         """Newest first, at most `limit`; of those with lower ids than `before`, if that is given."""
-        rows = await self._rows("dead_list", which.params | {"before": before, "limit": limit})
-        return [DeadLetter(**row) for row in rows]
+        return await self._sql.values(DeadLetter, "dead_list", **which.params, before=before, limit=limit)
 
     async def dead_letter(self, number: int) -> DeadLetterDetail | None:
         """The one with this id, or None."""
-        given = Which(ids=[number], redriven=True).params | {"before": None, "limit": 1}
-        return next(map(_detail, await self._rows("dead_show", given)), None)
+        which = Which(ids=[number], redriven=True)
+        return next(map(_detail, await self._sql.rows("dead_show", **which.params, before=None, limit=1)), None)
 
     async def export(self, which: Which = ALL) -> AsyncIterator[DeadLetterDetail]:
         """All of them in full, newest first, read page by page."""
-        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
-            before: int | None = None
-            while True:
-                given = which.params | {"before": before, "limit": _WHOLE}
-                page = await (await connection.execute(load(self._schema)["dead_show"], given)).fetchall()
-                if not page:
-                    return
+        before: int | None = None
+        async with self._slow.sending() as send:
+            while page := await send("dead_show", **which.params, before=before, limit=_WHOLE):
                 before = page[-1]["id"]
                 for row in page:
                     yield _detail(row)
 
     async def causes(self, which: Which = ALL, *, by_tenant: bool = False) -> list[Cause]:
         """The most frequent first."""
-        rows = await self._rows("dead_groups", which.params | {"by_tenant": by_tenant}, PATIENCE)
+        rows = await self._slow.rows("dead_groups", **which.params, by_tenant=by_tenant)
         scopes = [(None, None) if (scope := row.pop("scope")) is None else keys.parts_of(scope)[:2] for row in rows]
         return [Cause(**row, app=app, tenant=tenant) for row, (app, tenant) in zip(rows, scopes, strict=True)]
 
     async def redrives(self, letter: DeadLetterDetail) -> list[Redrive]:
         """Of this letter, and of others with its key, oldest first."""
-        return [Redrive(**row) for row in await self._rows("dead_redrives", {"letter": letter.id, "key": letter.key})]
+        return await self._sql.values(Redrive, "dead_redrives", letter=letter.id, key=letter.key)
 
     async def stored_keys(
         self, handler: str, key: str, *, tenant: str | None = None, app: str | None = None
@@ -226,8 +212,8 @@ class Admin:
                 f"{handler!r} stands for all unnamed routes, and their keys belong to their paths; write"
                 f" the method and path of the request, such as '{method} /orders/7'"
             )
-        scopes = [row["name"] for row in await self._rows("scopes", {})]
-        if not may_hash(await self._rows("hashing", {}), self._schema):
+        scopes = [row["name"] for row in await self._sql.rows("scopes")]
+        if not may_hash(await self._sql.rows("hashing"), self._sql.schema):
             return []
         if app is not None:
             unnamed = f"{handler.partition(' ')[0]} {UNNAMED}"
@@ -237,45 +223,38 @@ class Admin:
 
     async def count(self, which: Which = ALL) -> tuple[int, int]:
         """How many, and how many of them are those of sagas that wait for a person."""
-        (row,) = await self._rows("count_chosen", which.params, PATIENCE)
+        (row,) = await self._slow.rows("count_chosen", **which.params)
         return row["letters"], row["of_sagas"]
 
     async def discard(self, which: Which, progress: Callable[[int], None] = lambda _: None, *, by: str) -> int:
         """Delete them, page by page, and return how many that were. Their keys stay DEAD, so their messages do not run
         when they come again. Not those of sagas that wait for a person."""
-        discarded, after, trace = 0, 0, Trace(self._schema, by, "discard")
-        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
-            (row,) = await (await connection.execute(load(self._schema)["dead_last"])).fetchall()
-            while row["id"] is not None:
-                given = which.params | {"after": after, "last": row["id"], "limit": _PAGE}
-                async with connection.transaction():
-                    gone = await (await connection.execute(load(self._schema)["discard_letters"], given)).fetchall()
+        discarded, after, trace = 0, 0, Trace(by, "discard")
+        async with self._slow.sending() as send:
+            ((last,),) = [row.values() for row in await send("dead_last")]
+            while last is not None:
+                async with send.connection.transaction():
+                    gone = await send("discard_letters", **which.params, after=after, last=last, limit=_PAGE)
                     if not gone:
                         break
                     after, discarded = max(each["id"] for each in gone), discarded + len(gone)
-                    await trace.write(connection, which.counted(discarded))
+                    await trace.write(send, which.counted(discarded))
                 progress(len(gone))
         return discarded
 
     async def delayed(self) -> list[Delayed]:
         """By queue."""
-        return [Delayed(**row) for row in await self._rows("delayed", {})]
+        return await self._sql.values(Delayed, "delayed")
 
     async def unforwarded(self, app: str) -> list[Unforwarded]:
         """By handler."""
-        return [Unforwarded(**row) for row in await self._rows("unforwarded", {"app": app})]
-
-    async def _rows(self, name: str, parameters: dict[str, Any], patience: float | None = None) -> list[dict[str, Any]]:
-        async with connected(self._dsn, self._schema, patience=patience) as connection:
-            return await (await connection.execute(load(self._schema)[name], parameters)).fetchall()
+        return await self._sql.values(Unforwarded, "unforwarded", app=app)
 
 
 async def unknown_handler(dsn: str, schema: str, handler: str) -> str | None:
     """What to say of a handler's name under which nothing is stored; None if something is, or
     nothing at all. Raises like `Admin`."""
-    async with connected(dsn, schema) as connection:
-        rows = await (await connection.execute(load(schema)["scopes"])).fetchall()
-    known = sorted({keys.parts_of(row["name"])[2] for row in rows})
+    known = sorted({keys.parts_of(row["name"])[2] for row in await Statements(dsn, schema).rows("scopes")})
     if handler in known or not known:
         return None
     return (
@@ -301,42 +280,6 @@ def key_range(prefix: str) -> tuple[bytes, bytes]:
 def _detail(row: Mapping[str, Any]) -> DeadLetterDetail:
     stored = Message(row["source"], row["body"], decode_headers(row["headers"]))
     message = with_delivered(stored, row["delivered"])
-    given = {
-        "message_id": message.message_id,
-        "record_key": message.record_key,
-        "timestamp": message.timestamp,
-        "properties": dict(message.properties),
-        "tombstone": message.tombstone,
-        "headers": message.all_headers,
-    }
+    given = {name: getattr(message, name) for name in ("message_id", "record_key", "timestamp", "tombstone")}
+    given |= {"properties": dict(message.properties), "headers": message.all_headers}
     return DeadLetterDetail(**{name: value for name, value in row.items() if name != "delivered"} | given)
-
-
-Readers = Publishers[AnsweringConnection[dict[str, Any]]]
-
-
-def readers(dsn: str, patience: float | None = None) -> Readers:
-    """For any number of callers (L57)."""
-    # The limit of the role is meant for workers, and for their handlers.
-    settings = {} if patience is None else {"statement_timeout": f"{patience:g}s"}
-    return Publishers(lambda: connect_async(dsn, settings, row_factory=dict_row, connect_timeout=_CONNECT_SECONDS))
-
-
-@asynccontextmanager
-async def connected(
-    dsn: str, schema: str, shared: Readers | None = None, *, patience: float | None = None
-) -> AsyncIterator[AnsweringConnection[dict[str, Any]]]:
-    """A new connection, or one of those that are `shared`: autocommit, rows as dicts. `patience`: of a new one, seconds
-    for each statement. Raises like `Admin`."""
-    try:
-        async with (shared or readers(dsn, patience)).one() as connection:
-            if patience is not None:
-                connection.patience = patience
-            yield connection
-    except psycopg.Error as error:
-        if (cause := misconfigured(error, schema) or takes_no_writes(error)) is not None:
-            raise cause from error
-        if not isinstance(error, psycopg.OperationalError):
-            raise
-        what = "cannot be reached" if error.sqlstate is None else "has not done it"
-        raise StoreUnavailable(f"the database {what}: {error_text(error)}") from error

@@ -9,18 +9,18 @@ from typing import Any, Final, Literal
 import msgspec
 
 from idemconsumer.admin.control import UNRECORDED, WorkerLine
-from idemconsumer.admin.dead_letters import connected
-from idemconsumer.admin.key_secrets import examine_secrets
 from idemconsumer.admin.orphans import Sagas, find_orphans
+from idemconsumer.admin.sender import Statements
 from idemconsumer.admin.status import MOST, Status, in_words, status
+from idemconsumer.errors import ConfigurationError
 from idemconsumer.hashing import HASHING
 from idemconsumer.message import keys
 from idemconsumer.message.sources import retry_source
 from idemconsumer.ports.broker import Finding
 from idemconsumer.rules.held_up import HeldUp
 from idemconsumer.rules.request_keys import is_route
-from idemconsumer.sql.queries import load
 from idemconsumer.stores import migrations
+from idemconsumer.stores.hashing import learn_hashing
 
 LONG: Final = 300.0  # seconds that a transaction may be open
 _OVERDUE: Final = 60.0  # seconds
@@ -56,12 +56,9 @@ async def diagnose(dsn: str, schema: str, app: str | None = None, sagas: Sagas |
     StoreUnavailable, and ConfigurationError when the schema is not migrated."""
     found = await status(dsn, schema, app)
     orphans = await find_orphans(dsn, schema, app or "", sagas or {})
-    queries = load(schema)
-    async with connected(dsn, schema) as connection:
+    async with Statements(dsn, schema).sending() as send:
         given = {"most": MOST, "seconds": LONG, "unpruned": _UNPRUNED}
-        leases, requests, transactions, tables, scopes, unpruned = [
-            await (await connection.execute(queries[name], given)).fetchall() for name in _QUESTIONS
-        ]
+        leases, requests, transactions, tables, scopes, unpruned = [await send(each, **given) for each in _QUESTIONS]
     subjects = ((each.waiting, each.text) for each in orphans)
     return [
         *_handlers(found),
@@ -104,11 +101,12 @@ def _handlers(found: Status) -> Iterator[Diagnosis]:
 
 def _workers(workers: Sequence[WorkerLine]) -> Iterator[Diagnosis]:
     live = [line for line in workers if line.live]
+    places = {(line.app, line.host, line.place) for line in live}
     for line in workers:
         who = f"worker {line.host}:{line.pid} of {line.app}"
         if line.state == UNRECORDED:
             yield _warning(who, "is not on record: a program that runs sagas itself and obeys no pause and no drain")
-        elif not line.live and not any(_same_place(line, other) for other in live):
+        elif not line.live and (line.app, line.host, line.place) not in places:
             yield _warning(
                 who,
                 f"has given no sign of life for {line.unseen:.0f} s, and no other worker has its place: it was killed "
@@ -121,10 +119,6 @@ def _workers(workers: Sequence[WorkerLine]) -> Iterator[Diagnosis]:
                 f"workers of {app}",
                 f"run idemconsumer {' and '.join(versions)}, which is meant for the time of a deployment; finish it",
             )
-
-
-def _same_place(line: WorkerLine, other: WorkerLine) -> bool:
-    return (line.app, line.host, line.place) == (other.app, other.host, other.place)
 
 
 def _leases(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
@@ -266,6 +260,24 @@ def _scopes(names: Sequence[str], found: Status, app: str | None) -> Iterator[Di
                 f'name="{handler}"; if it is gone, its records are deleted after their retention'
             )
             yield Diagnosis(level="note", subject=f"handler {of}/{handler}", text=text)
+
+
+async def examine_secrets(dsn: str, schema: str) -> list[Finding]:
+    """Whether `key_secrets` are those of the schema, and whether some of them can go (R39). Raises like `Admin`."""
+    rows = await Statements(dsn, schema).rows("hashing")
+    if not rows:
+        return []
+    try:
+        place = learn_hashing(bytes(rows[0]["wrapped"]), schema)
+    except ConfigurationError as error:
+        return [Finding("error", "key_secrets", str(error).removeprefix("database: "))]
+    if place:
+        text = f"the data key is wrapped by number {place + 1}; the next process that starts with this list fixes it"
+        return [Finding("warning", "key_secrets", text)]
+    if len(HASHING.secrets) > 1:
+        text = "the data key is wrapped by the first one; once all processes have this list, leave the others out"
+        return [Finding("ok", "key_secrets", text)]
+    return []
 
 
 def _secrets(findings: Iterable[Finding]) -> Iterator[Diagnosis]:

@@ -9,7 +9,8 @@ from typing import Literal
 import msgspec
 from psycopg.rows import tuple_row
 
-from idemconsumer.admin.dead_letters import connected
+from idemconsumer.admin.saga_views import word_of
+from idemconsumer.admin.sender import Statements
 from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.message.message import Message, StoredResult
@@ -118,47 +119,30 @@ async def histories(
     What has ended is not among them: its message is not kept. Raises StoreUnavailable, and ConfigurationError when the
     schema is not migrated.
     """
-    queries, params = load(schema), {"handler": handler, "state": state, "since": since, "limit": limit}
-    async with connected(dsn, schema) as connection:
-        await connection.execute("begin isolation level repeatable read, read only")  # also on a standby
-        for row in await (await connection.execute(queries["saga_histories"], params)).fetchall():
-            cursor = connection.cursor(row_factory=tuple_row)
-            steps = await (await cursor.execute(queries["steps"], {"keys": [row["key"]], "window": 1 << 40})).fetchall()
-            yield SagaHistory(
-                key=row["key"].hex(),
-                scope=row["scope"],
-                handler=row["handler"],
-                version=row["version"],
-                state=_word(State(row["state"])),
-                parked=row["parked"],
-                cancel=row["cancel"],
-                rejection=_stored(row["rejection"]),
-                started_at=row["started_at"],
-                message=MessageHistory(
-                    source=row["source"],
-                    position=row["position"],
-                    message_id=row["message_id"],
-                    body=_stored(row["body"]) or "",
-                    headers=_stored(row["headers"]) or "{}",
-                    delivered=_stored(row["delivered"]),
-                ),
-                steps=[_step(step_row(*step)) for _, *step in steps],
-            )
+    given = {"handler": handler, "state": state, "since": since, "limit": limit}
+    async with Statements(dsn, schema).sending() as send:
+        await send.connection.execute("begin isolation level repeatable read, read only")  # also on a standby
+        for row in await send("saga_histories", **given):
+            cursor = send.connection.cursor(row_factory=tuple_row)  # some columns have no name
+            steps = await cursor.execute(load(schema)["steps"], {"keys": [row["key"]], "window": 1 << 40})
+            its = {name: row.pop(name) for name in ("source", "position", "message_id", "body", "headers", "delivered")}
+            its |= {name: _stored(its[name]) for name in ("body", "headers", "delivered")}
+            message = MessageHistory(**its | {"body": its["body"] or "", "headers": its["headers"] or "{}"})
+            row |= {
+                "key": row["key"].hex(),
+                "state": word_of(State(row["state"])),
+                "rejection": _stored(row["rejection"]),
+            }
+            recorded = [_step(step_row(*step)) for _, *step in await steps.fetchall()]
+            yield SagaHistory(**row, message=message, steps=recorded)
 
 
 def _step(row: StepRow) -> StepHistory:
-    return StepHistory(
-        name=row.name,
-        kind=_word(row.kind),
-        state=_word(row.state),
-        has_undo=row.has_undo,
-        overlapped=row.overlapped,
-        position=row.position,
-        attempts=row.attempt,
-        output=None if row.output is None else _stored(row.output.body),
-        content_type=None if row.output is None else row.output.content_type,
-        arguments=row.arguments,
-    )
+    given = {name: getattr(row, name) for name in ("name", "has_undo", "overlapped", "position", "arguments")}
+    given |= {"kind": word_of(row.kind), "state": word_of(row.state), "attempts": row.attempt}
+    if row.output is not None:
+        given |= {"output": _stored(row.output.body), "content_type": row.output.content_type}
+    return StepHistory(**given)
 
 
 def _output(step: StepHistory) -> StoredResult | None:
@@ -174,10 +158,6 @@ def _stored(body: bytes | None) -> str | Octets | None:
 
 def _body(stored: str | Octets) -> bytes:
     return stored.base64 if isinstance(stored, Octets) else stored.encode()
-
-
-def _word(value: State | StepKind | StepState) -> str:
-    return value.name.lower().replace("_", " ")
 
 
 def _name(word: str) -> str:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from base64 import b64encode
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
 import msgspec
 
-from idemconsumer.admin.dead_letters import PATIENCE, Admin, DeadLetter, Redrive, connected, key_range, unknown_handler
-from idemconsumer.admin.deciding import Deciding
+from idemconsumer.admin.dead_letters import Admin, DeadLetter, Redrive, key_range, unknown_handler
+from idemconsumer.admin.decisions import Deciding
+from idemconsumer.admin.saga_views import readable
 from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.sender import PATIENCE, Statements
 from idemconsumer.admin.timeline import Event
 from idemconsumer.errors import ConfigurationError, NothingFound
 from idemconsumer.message import keys
 from idemconsumer.message.sources import retry_source
 from idemconsumer.rules.coming_again import coming_again
 from idemconsumer.rules.values import State
-from idemconsumer.sql.queries import load
 from idemconsumer.stores.claims import PostgresClaims
 from idemconsumer.stores.columns import first_bytes
 
@@ -96,9 +98,7 @@ class Keys:
     """Of one schema. Raises like `Admin`, and ConfigurationError for a key that allows no such decision."""
 
     def __init__(self, dsn: str, schema: str) -> None:
-        self._dsn = dsn
-        self._schema = schema
-        self._queries = load(schema)
+        self._sql = Statements(dsn, schema, patience=PATIENCE)
         self._letters = Admin(dsn, schema)
         self._sagas = SagaAdmin(dsn, schema)
         self._deciding = Deciding(dsn, schema)
@@ -132,7 +132,7 @@ class Keys:
                 found = [each for each in stored if await elsewhere(each)]
         if not found:
             known = stored or prefix is not None
-            if not known and (why := await unknown_handler(self._dsn, self._schema, handler)) is not None:
+            if not known and (why := await unknown_handler(self._sql.dsn, self._sql.schema, handler)) is not None:
                 raise ConfigurationError(why)
             raise NothingFound(f"nothing is known of {what}; `idemconsumer keys list` shows known keys")
         if len(found) > 1:
@@ -142,7 +142,7 @@ class Keys:
 
     async def born(self) -> str:
         """What tells this schema from one in any other database (H33)."""
-        return str((await self._rows("born", {}))[0]["born"])
+        return str((await self._sql.rows("born"))[0]["born"])
 
     async def list(
         self,
@@ -156,76 +156,57 @@ class Keys:
         """Records in the order of their keys, those behind `after` (hex). Where few match, all records are read."""
         scopes = None
         if handler is not None or tenant is not None:
-            named = [(row["id"], keys.parts_of(row["name"])) for row in await self._rows("scope_ids", {})]
-            scopes = [
-                number
-                for number, (_, of, name) in named
-                if (handler is None or name == handler) and (tenant is None or of == tenant)
-            ]
-        given = {
-            "after": None if after is None else key_range(after)[1],
-            "scopes": scopes,
-            "state": None if state is None else int(state),
-            "limit": limit,
-        }
-        rows = await self._rows("key_list", given)
+            named = {row["id"]: keys.parts_of(row["name"]) for row in await self._sql.rows("scope_ids")}
+            scopes = [id for id, (_, of, name) in named.items() if handler in (None, name) and tenant in (None, of)]
+        behind = None if after is None else key_range(after)[1]
+        number = None if state is None else int(state)
+        rows = await self._sql.rows("key_list", after=behind, scopes=scopes, state=number, limit=limit)
         return [KeyLine(**row | {"state": State(row["state"]).name.lower()}) for row in rows]
 
     async def explain(self, key: bytes) -> KeyDetail:
         """O7. Changes nothing. Not from one snapshot: what happens meanwhile may be in one part and not in another."""
-        record = next(iter(await self._rows("key_record", {"key": key})), None)
-        tried = next(iter(await self._rows("key_attempts", {"key": key})), None)
-        letters = [DeadLetter(**row) for row in await self._rows("key_letters", {"key": key})]
-        redrives = [Redrive(**row) for row in await self._rows("dead_redrives", {"letter": None, "key": key})]
-        logged = await self._rows("key_deliveries", {"first": first_bytes(key), "limit": _MOST_DELIVERIES})
-        deliveries = [Delivery(**row) for row in logged]
+        record = await self._first("key_record", key=key)
+        tried = await self._first("key_attempts", key=key)
+        letters = await self._sql.values(DeadLetter, "key_letters", key=key)
+        redrives = await self._sql.values(Redrive, "dead_redrives", letter=None, key=key)
+        logged = {"first": first_bytes(key), "limit": _MOST_DELIVERIES}
+        deliveries = await self._sql.values(Delivery, "key_deliveries", **logged)
         saga = await self._sagas.look_up(key)
-        state = None if record is None else State(record["state"])
-        scope = next((row["scope"] for row in (record, tried) if row is not None), None)
-        due = await self._due(key, scope) if state is State.PENDING and scope is not None else None
-        created_at, via = (None, None) if record is None else (record["accepted_at"], record["via"])
-        awaited = via if record is not None and record["awaited"] else None
+        state = None if record["state"] is None else State(record["state"])
+        scope = record["scope"] or tried["scope"]
+        request = None
+        if record["request_since"] is not None:
+            request = Request(**{name: record[f"request_{name}"] for name in Request.__struct_fields__})
         attempts = None
-        if tried is not None:
+        if tried["scope"] is not None:
             attempts = Attempts(count=tried["count"], error=tried["error"], changed_at=tried["changed_at"])
-        newest = max((letter.id for letter in letters if letter.redriven_at is None), default=None)
-        request = _request(record)
-        over, compared = (record["over"], record["compared"]) if record is not None else (False, False)
-        result = None if record is None or record["result"] is None else record["result"]
-        return KeyDetail(
+        detail = KeyDetail(
             key=key.hex(),
             scope=scope,
             state=None if state is None else state.name.lower(),
-            changed_at=None if record is None else record["changed_at"],
-            until=None if record is None or state not in (State.COMPLETED, State.FAILED) else record["until"],
-            result=None if result is None else result.decode("utf-8", "backslashreplace"),
-            due=due,
-            created_at=created_at,
-            awaited=awaited,
+            changed_at=record["changed_at"],
+            until=record["until"] if state in (State.COMPLETED, State.FAILED) else None,
+            result=readable(record["result"]),
+            due=await self._due(key, scope) if state is State.PENDING and scope is not None else None,
+            created_at=record["accepted_at"],
+            awaited=record["via"] if record["awaited"] else None,
             attempts=attempts,
             request=request,
             letters=letters,
             redrives=redrives,
             deliveries=deliveries,
-            timeline=_timeline(
-                [] if saga is None else saga.timeline,
-                deliveries,
-                attempts,
-                letters,
-                redrives,
-                due,
-                request,
-                None if created_at is None else Event(at=created_at, what="accepted", detail=via),
-            ),
+            timeline=[] if saga is None else saga.timeline,
             next=coming_again(
                 state,
-                compared=compared,
-                over=over,
-                letter=newest,
+                compared=bool(record["compared"]),
+                over=bool(record["over"]),
+                letter=max((letter.id for letter in letters if letter.redriven_at is None), default=None),
                 lost=None if request is None else request.lost,
-                awaited=awaited,
+                awaited=record["via"] if record["awaited"] else None,
             ),
         )
+        timeline = sorted([*detail.timeline, *_events(detail, record["via"])], key=lambda event: event.at)
+        return msgspec.structs.replace(detail, timeline=timeline)
 
     async def forget(self, key: bytes, *, by: str, record: bool = False) -> int:
         """Remove what is personal: result, letters with their messages, errors, steps, history, signals, fingerprints
@@ -244,9 +225,10 @@ class Keys:
             target = f"key {key.hex()[:12]}{' and its record' if record else ''}"
             await claims.send("note_decision", {"by": by, "what": "forget", "target": target})
             await claims.complete([], [])
-        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection, connection.transaction():
-            await connection.execute(f"set local statement_timeout = '{PATIENCE:g}s'".encode())  # behind a pooler too
-            logged = await connection.execute(self._queries["forget_deliveries"], {"first": first_bytes(key)})
+        async with self._sql.changing() as send:
+            timeout = f"set local statement_timeout = '{PATIENCE:g}s'"  # behind a pooler too
+            await send.connection.execute(timeout.encode())
+            logged = await send.execute("forget_deliveries", first=first_bytes(key))
         if not known and not logged.rowcount:
             raise NothingFound(f"nothing is known of key {key.hex()[:12]}, so nothing was forgotten")
         return int(letters)
@@ -269,75 +251,54 @@ class Keys:
         await claims.send("lock_request", {"key": key})
         ((number, runs, stepped, requested, awaited),) = await claims.send("decided_key", {"key": key})
         state = None if number is None else State(number)
+        why = None
         if requested:
-            raise ConfigurationError(
-                f"key {key.hex()[:12]} is not {what}: its request runs; repeat this when it is over"
-            )
-        if runs or (stepped and not steps):
-            raise ConfigurationError(
-                f"key {key.hex()[:12]} is not {what}: it is a saga's; `idemconsumer sagas` decides about it"
-            )
-        if state is State.PENDING and (steps or not awaited):
-            raise ConfigurationError(
-                f"key {key.hex()[:12]} is not {what}: its message is stored, and runs once more; repeat this then"
-            )
+            why = "its request runs; repeat this when it is over"
+        elif runs or (stepped and not steps):
+            why = "it is a saga's; `idemconsumer sagas` decides about it"
+        elif state is State.PENDING and (steps or not awaited):
+            why = "its message is stored, and runs once more; repeat this then"
+        if why is not None:
+            raise ConfigurationError(f"key {key.hex()[:12]} is not {what}: {why}")
         return state
 
     async def _due(self, key: bytes, scope: str) -> datetime | None:
         app, _, handler = keys.parts_of(scope)
-        given = {"name": retry_source(app, handler).partition(":")[2], "digits": base64.b64encode(key)}
-        return next((row["due_at"] for row in await self._rows("key_stored", given)), None)
+        name = retry_source(app, handler).partition(":")[2]
+        return next(
+            (row["due_at"] for row in await self._sql.rows("key_stored", name=name, digits=b64encode(key))), None
+        )
 
     async def _known(self, low: bytes, high: bytes) -> Sequence[bytes]:
-        given = {"low": low, "high": high, "limit": _MOST_FOUND}
-        return [row["key"] for row in await self._rows("known_keys", given)]
+        return [row["key"] for row in await self._sql.rows("known_keys", low=low, high=high, limit=_MOST_FOUND)]
 
-    async def _rows(self, name: str, given: dict[str, Any]) -> Sequence[dict[str, Any]]:
-        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
-            return await (await connection.execute(self._queries[name], given)).fetchall()
-
-
-def _request(record: Mapping[str, Any] | None) -> Request | None:
-    if record is None or record["request_since"] is None:
-        return None
-    of = {name: record[f"request_{name}"] for name in ("since", "owner", "lost", "again")}
-    return Request(**of)
+    async def _first(self, statement: str, **given: Any) -> Mapping[str, Any]:
+        """The first row; without one, all its columns are None."""
+        return next(iter(await self._sql.rows(statement, **given)), defaultdict(lambda: None))
 
 
-def _timeline(
-    saga: Sequence[Event],
-    deliveries: Sequence[Delivery],
-    attempts: Attempts | None,
-    letters: Sequence[DeadLetter],
-    redrives: Sequence[Redrive],
-    due: datetime | None,
-    request: Request | None,
-    accepted: Event | None,
-) -> Sequence[Event]:
-    events = [*saga, *([] if accepted is None else [accepted])]
-    if request is not None:
-        detail = "its owner was lost" if request.lost else "it runs"
-        events.append(Event(at=request.since, what="request", owner=request.owner, detail=detail))
-    for delivery in deliveries:
-        detail = f"from {delivery.place}, {delivery.seconds:.3g} s after it arrived"
-        events.append(Event(at=delivery.at, what=f"delivery {delivery.outcome}", owner=delivery.worker,
-                            attempt=delivery.attempt, detail=detail))  # fmt: skip
-    if attempts is not None:
-        detail = attempts.error or "begun, or delivered again"
-        events.append(Event(at=attempts.changed_at, what="tried", attempt=attempts.count, detail=detail))
-    for letter in letters:
-        origin = f"{letter.source} {letter.position}"
-        events.append(Event(at=letter.first_at, what=f"letter {letter.id}", attempt=letter.attempts,
-                            detail=f"{letter.reason}: {letter.error}, from {origin}"))  # fmt: skip
+def _events(of: KeyDetail, via: str | None) -> Iterator[Event]:
+    """What happened to it beside what its saga did."""
+    if of.created_at is not None:
+        yield Event(at=of.created_at, what="accepted", detail=via)
+    if of.request is not None:
+        detail = "its owner was lost" if of.request.lost else "it runs"
+        yield Event(at=of.request.since, what="request", owner=of.request.owner, detail=detail)
+    for each in of.deliveries:
+        detail = f"from {each.place}, {each.seconds:.3g} s after it arrived"
+        yield Event(at=each.at, what=f"delivery {each.outcome}", owner=each.worker, attempt=each.attempt, detail=detail)
+    if of.attempts is not None:
+        detail = of.attempts.error or "begun, or delivered again"
+        yield Event(at=of.attempts.changed_at, what="tried", attempt=of.attempts.count, detail=detail)
+    for letter in of.letters:
+        detail = f"{letter.reason}: {letter.error}, from {letter.source} {letter.position}"
+        yield Event(at=letter.first_at, what=f"letter {letter.id}", attempt=letter.attempts, detail=detail)
         if letter.arrivals > 1:
-            events.append(
-                Event(at=letter.last_at, what=f"letter {letter.id} again", detail=f"arrival {letter.arrivals}")
-            )
-    for each in redrives:
-        what = "released" if each.outcome == "released" else "redriven"
-        events.append(Event(at=each.at, what=what, owner=each.by, detail=f"letter {each.letter}, run {each.run}"))
-        if each.ended_at is not None and what == "redriven":
-            events.append(Event(at=each.ended_at, what=f"redrive {each.outcome}", detail=f"letter {each.letter}"))
-    if due is not None:
-        events.append(Event(at=due, what="next attempt"))
-    return sorted(events, key=lambda event: event.at)
+            yield Event(at=letter.last_at, what=f"letter {letter.id} again", detail=f"arrival {letter.arrivals}")
+    for run in of.redrives:
+        what = "released" if run.outcome == "released" else "redriven"
+        yield Event(at=run.at, what=what, owner=run.by, detail=f"letter {run.letter}, run {run.run}")
+        if run.ended_at is not None and what == "redriven":
+            yield Event(at=run.ended_at, what=f"redrive {run.outcome}", detail=f"letter {run.letter}")
+    if of.due is not None:
+        yield Event(at=of.due, what="next attempt")

@@ -1,16 +1,19 @@
-"""Sagas that nobody continues: their handler, its version or their app is gone (L31)."""
+"""Sagas that nobody continues, since their handler, its version or their app is gone (L31), and signals that no saga
+waits for, whose handler or name may be another one (L81)."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import msgspec
 
-from idemconsumer.admin.dead_letters import connected
+from idemconsumer.admin.sender import Statements
+from idemconsumer.message import keys
 from idemconsumer.rules.saga import ANY_VERSION
-from idemconsumer.sql.queries import load
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,15 +40,11 @@ Sagas: TypeAlias = Mapping[tuple[str, str], str | None]
 async def find_orphans(dsn: str, schema: str, app: str, sagas: Sagas) -> list[Orphans]:
     """`sagas`: the versions of all handlers of sagas that `app` has, by app and handler. Raises StoreUnavailable, and
     ConfigurationError when the schema is not migrated."""
-    queries = load(schema)
-    async with connected(dsn, schema) as connection:
-        groups = await (await connection.execute(queries["waiting_sagas"])).fetchall()
-        children = await (await connection.execute(queries["unbegun_children"])).fetchall()
-        alive = await (await connection.execute(queries["live_workers"])).fetchall()
-    waiting = [
-        Waiting(app=unquote(row["app"]), handler=row["handler"], version=row["version"], sagas=row["sagas"])
-        for row in groups
-    ]
+    async with Statements(dsn, schema).sending() as send:
+        groups = await send("waiting_sagas")
+        children = await send("unbegun_children")
+        alive = await send("live_workers")
+    waiting = [Waiting(**row | {"app": unquote(row["app"])}) for row in groups]
     waiting += [Waiting(version=None, begun=False, **row) for row in children]
     return orphans(waiting, [row["runs"] for row in alive], app, sagas)
 
@@ -95,3 +94,49 @@ def _problem(group: Waiting, app: str, sagas: Sagas, *, served: bool) -> str | N
         f"{group.sagas} sagas began with version {group.version!r}, which no worker runs; start one, or they become "
         "dead letters (saga_changed) ten minutes after the last one left"
     )
+
+
+class Unawaited(msgspec.Struct, frozen=True, kw_only=True):
+    """Signals of one name to sagas of one handler. `begun`: how many of them are for sagas that have begun."""
+
+    app: str
+    handler: str
+    name: str
+    signals: int
+    begun: int
+    first_at: datetime
+    text: str
+    wrong: bool
+
+
+async def find_unawaited(dsn: str, schema: str, app: str, sagas: Sagas) -> list[Unawaited]:
+    """`sagas` as in `find_orphans`, which raises the same."""
+    async with Statements(dsn, schema).sending() as send:
+        rows = await send("unawaited_signals")
+        alive = await send("live_workers")
+        known = {*sagas, *((run["app"], run["handler"]) for row in alive for run in row["runs"])}
+        found = []
+        for row in rows:
+            of, _, handler = keys.parts_of(row.pop("scope"))
+            names = await send("awaited_names", handler=handler)
+            text, wrong = _said(of, handler, row["name"], known, [each["name"] for each in names], row["begun"])
+            if text:
+                found.append(Unawaited(app=of, handler=handler, text=text, wrong=wrong, **row))
+    return found
+
+
+def _said(
+    app: str, handler: str, name: str, known: Iterable[tuple[str, str]], names: Sequence[str], begun: int
+) -> tuple[str, bool]:
+    """What to say of them, nothing where it is as it should be; and whether something is wrong."""
+    if (app, handler) not in known:
+        near = _near(handler, [its for of, its in known if of == app])
+        return f"but no known saga of app {app!r} has this name{near}", True
+    if name in names or (not names and not begun):
+        return "", False
+    return f"but no running saga waits for {name!r}{_near(name, names)}", bool(names)
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; is it {near[0]!r}?" if near else ""

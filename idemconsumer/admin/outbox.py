@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from idemconsumer.admin.audit import Trace, counted
-from idemconsumer.admin.dead_letters import PATIENCE, connected
+from idemconsumer.admin.sender import PATIENCE, Statements
 from idemconsumer.message.headers import decode_headers
-from idemconsumer.sql.queries import load
 
 
 class Which(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,23 +58,21 @@ class Outbox:
     schema is not migrated."""
 
     def __init__(self, dsn: str, schema: str) -> None:
-        self._dsn = dsn
-        self._schema = schema
+        self._sql = Statements(dsn, schema, patience=PATIENCE)
 
     async def messages(self, which: Which, *, after: int = 0, limit: int = 50) -> list[OutgoingMessage]:
         """Oldest first, behind the id `after`."""
-        rows = await self._read("list_outgoing", which.params | {"after": after, "limit": limit})
-        return [OutgoingMessage(**row) for row in rows]
+        return await self._sql.values(OutgoingMessage, "list_outgoing", **which.params, after=after, limit=limit)
 
     async def message(self, id: int) -> OutgoingDetail | None:
         """None: there is none; perhaps it has been sent."""
-        for row in await self._read("show_outgoing", {"id": id}):
+        for row in await self._sql.rows("show_outgoing", id=id):
             return OutgoingDetail(**row | {"headers": decode_headers(row["headers"])})
         return None
 
     async def count(self, which: Which) -> int:
         """How many `discard` would delete."""
-        (row,) = await self._read("count_outgoing", which.params)
+        (row,) = await self._sql.rows("count_outgoing", **which.params)
         return int(row["changed"])
 
     async def retry(self, which: Which, *, by: str) -> int:
@@ -88,14 +85,9 @@ class Outbox:
         return await self._changed("discard_outgoing", which, by, "discard")
 
     async def _changed(self, statement: str, which: Which, by: str, what: str) -> int:
-        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection, connection.transaction():
-            (row,) = await (await connection.execute(load(self._schema)[statement], which.params)).fetchall()
+        async with self._sql.changing() as send:
+            (row,) = await send(statement, **which.params)
             if changed := int(row["changed"]):
                 target = counted(changed, "outgoing messages", destination=which.destination)
-                await Trace(self._schema, by, what).write(connection, target)
+                await Trace(by, what).write(send, target)
         return changed
-
-    async def _read(self, statement: str, given: dict[str, Any]) -> list[dict[str, Any]]:
-        """In no transaction, since a standby begins none that may write."""
-        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
-            return await (await connection.execute(load(self._schema)[statement], given)).fetchall()

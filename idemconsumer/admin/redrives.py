@@ -17,7 +17,8 @@ from typing import Any, Final
 import msgspec
 
 from idemconsumer.admin.audit import Trace
-from idemconsumer.admin.dead_letters import PATIENCE, Which, connected
+from idemconsumer.admin.dead_letters import Which
+from idemconsumer.admin.sender import PATIENCE, Sender, Statements
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import keys
 from idemconsumer.message.delivered import with_delivered
@@ -26,7 +27,6 @@ from idemconsumer.message.message import Message
 from idemconsumer.message.origin import Pending, broker_order, with_origin
 from idemconsumer.message.sources import retry_source
 from idemconsumer.rules.letters import Redriven, redrivable
-from idemconsumer.sql.queries import load
 
 _TOGETHER: Final = 100  # letters of one transaction
 _LOOKS: Final = 5.0  # in a second, where there is a rate
@@ -64,9 +64,7 @@ class Redrives:
     """Of one schema. Raises like `Admin`."""
 
     def __init__(self, dsn: str, schema: str) -> None:
-        self._dsn = dsn
-        self._schema = schema
-        self._queries = load(schema)
+        self._sql = Statements(dsn, schema, patience=PATIENCE)
 
     async def redrive(
         self,
@@ -86,25 +84,24 @@ class Redrives:
         meanwhile is left out.
         """
         counts, after, began, done = Counter[Redriven](), 0, time.monotonic(), 0
-        trace = Trace(self._schema, by, "redrive")
+        trace = Trace(by, "redrive")
         together = _TOGETHER if rate is None else max(1, min(_TOGETHER, int(rate / _LOOKS)))
-        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
-            (row,) = await (await connection.execute(self._queries["dead_last"])).fetchall()
+        async with self._sql.sending() as send:
+            (row,) = await send("dead_last")
             given = which.params | {"run": run, "last": row["id"] or 0, "limit": together}
             while True:
-                async with connection.transaction():
-                    await connection.execute(self._queries["share_run"], given)
-                    (row,) = await (await connection.execute(self._queries["run_cancelled"], given)).fetchall()
+                async with send.connection.transaction():
+                    await send("share_run", run=run)
+                    (row,) = await send("run_cancelled", run=run)
                     if row["cancelled"]:
                         raise ConfigurationError(f"run {run} was cancelled; redrive what is left without this --run")
-                    query = self._queries["dead_to_redrive"]
-                    page = await (await connection.execute(query, given | {"after": after})).fetchall()
+                    page = await send("dead_to_redrive", **given, after=after)
                     if not page:
                         return Run(run=run, counts=counts)
-                    found = [await self._redrive(connection, row, run, by, dry_run=dry_run) for row in page]
+                    found = [await self._redrive(send, row, run, by, dry_run=dry_run) for row in page]
                     now = sum(map(found.count, _REDRIVEN))
                     if now and not dry_run:
-                        await trace.write(connection, f"{which.counted(done + now)}, run {run}")
+                        await trace.write(send, f"{which.counted(done + now)}, run {run}")
                 counts.update(found)
                 after, done = page[-1]["id"], done + now
                 progress(len(page))
@@ -113,36 +110,29 @@ class Redrives:
 
     async def runs(self, limit: int = 50) -> list[RunLine]:
         """The newest first."""
-        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
-            rows = await (await connection.execute(self._queries["redrive_runs"], {"limit": limit})).fetchall()
-        return [RunLine(**row) for row in rows]
+        return await self._sql.values(RunLine, "redrive_runs", limit=limit)
 
-    async def cancel(self, run: str, *, by: str, progress: Progress = lambda _: None) -> int:
+    async def cancel(self, run: str, *, by: str) -> int:
         """What has not begun is a dead letter again, and whoever makes tickets of this run makes no more. Returns how
         many letters that were; sagas that go on are not among them. Raises ConfigurationError where there is no such
         run."""
-        given, cancelled, after = {"run": run, "by": by, "limit": _TOGETHER}, 0, 0
-        trace = Trace(self._schema, by, "cancel redrive")
-        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
-            async with connection.transaction():
-                await connection.execute(self._queries["lock_run"], given)
-                if not await (await connection.execute(self._queries["cancel_run"], given)).fetchall():
+        cancelled, after, trace = 0, 0, Trace(by, "cancel redrive")
+        async with self._sql.sending() as send:
+            async with send.connection.transaction():
+                await send("lock_run", run=run)
+                if not await send("cancel_run", run=run, by=by):
                     raise ConfigurationError(f"there is no run {run!r}; `idemconsumer dead runs` lists them")
-                await trace.write(connection, f"run {run}")
-            while True:
-                query = self._queries["tickets_of_run"]
-                page = await (await connection.execute(query, given | {"after": after})).fetchall()
-                if not page:
-                    return cancelled
-                async with connection.transaction():
+                await trace.write(send, f"run {run}")
+            while page := await send("tickets_of_run", run=run, after=after, limit=_TOGETHER):
+                async with send.connection.transaction():
                     for row in page:
-                        cursor = await connection.execute(self._queries["cancel_ticket"], {"ticket": row["id"]})
-                        cancelled += sum(each["cancelled"] for each in await cursor.fetchall())
-                    await trace.write(connection, f"run {run}, {cancelled} dead letters")
+                        found = await send("cancel_ticket", ticket=row["id"])
+                        cancelled += sum(each["cancelled"] for each in found)
+                    await trace.write(send, f"run {run}, {cancelled} dead letters")
                 after = page[-1]["id"]
-                progress(len(page))
+        return cancelled
 
-    async def _redrive(self, connection: Any, row: Mapping[str, Any], run: str, by: str, *, dry_run: bool) -> Redriven:
+    async def _redrive(self, send: Sender, row: Mapping[str, Any], run: str, by: str, *, dry_run: bool) -> Redriven:
         statement, given = "redrive_saga", {"letter": row["id"], "run": run, "by": by}
         if row["parked"] is None:
             if not redrivable(row["reason"], row["error"], row["kept"], row["body_size"]):
@@ -151,8 +141,7 @@ class Redrives:
             statement, given = "redrive_letter", given | {"queue": queue, "headers": headers}
         if dry_run:
             return {None: Redriven.REDRIVES, True: Redriven.RESUMES}.get(row["parked"], Redriven.DECIDED)
-        cursor = await connection.execute(self._queries[statement], given)
-        ((verdict,),) = [tuple(each.values()) for each in await cursor.fetchall()]
+        ((verdict,),) = [each.values() for each in await send(statement, **given)]
         return Redriven(verdict)
 
 

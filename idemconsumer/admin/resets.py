@@ -11,12 +11,11 @@ from typing import Final
 import msgspec
 
 from idemconsumer.admin.audit import Trace
-from idemconsumer.admin.dead_letters import connected
+from idemconsumer.admin.sender import Statements
 from idemconsumer.brokers.kafka.resetting import Move, group_offsets
 from idemconsumer.brokers.kafka.start import history_of, next_counter
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import Settings
-from idemconsumer.sql.queries import load
 
 _PLACE: Final = re.compile(r"kafka:([^/@\s]+)(?:/(\d+))?")
 
@@ -45,16 +44,15 @@ async def reset(dsn: str, settings: Settings, place: str, group: str, to: str, *
     async with group_offsets(settings, group) as kafka:
         moves = await kafka.moves(settings.kafka or "", topic, partition, begin)
         topic_id = await kafka.topic_id(topic)
-        async with connected(dsn, settings.schema) as connection, connection.transaction():
-            queries, at = load(settings.schema), {"cluster": kafka.cluster, "group": group}
-            rows = await (await connection.execute(queries["kafka_positions"], at | {"topics": [topic]})).fetchall()
+        async with Statements(dsn, settings.schema).changing() as send:
+            at = {"cluster": kafka.cluster, "group": group}
+            rows = await send("kafka_positions", **at, topics=[topic])
             given = at | {"server": rows[0]["started"], "topics": [topic] * len(moves)} | _columns(moves)
             given["histories"] = [history_of(topic_id, uuid.uuid4().hex[:16]) for _ in moves]
-            await connection.execute(queries["begin_kafka_positions"], given)
+            await send("begin_kafka_positions", **given)
             for each in moves:
-                place_of = at | {"topic": topic, "partition": each.partition}
-                await connection.execute(queries["leave_kafka_stop"], place_of)
-            await Trace(settings.schema, by, "kafka reset").write(connection, f"{place} in group {group} to {to}")
+                await send("leave_kafka_stop", **at, topic=topic, partition=each.partition)
+            await Trace(by, "kafka reset").write(send, f"{place} in group {group} to {to}")
             # Last: where it fails the rows are as before, and where the COMMIT fails Kafka's offset is obeyed alone.
             await kafka.commit(topic, moves)
     return [

@@ -1,4 +1,4 @@
-"""Sagas as they are shown to a person: plain structs, built from rows."""
+"""Sagas as they are shown to a person, and to the application: plain structs, built from rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from idemconsumer.admin.timeline import Event, timeline, waiting
+from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.values import State, StepKind, StepState
 from idemconsumer.sagas.step import step_key
 
@@ -106,57 +107,115 @@ def detail(
     key: bytes,
     record: Row,
     parent: str | None,
-    running: SagaLine | None,
+    running: Row | None,
     steps: Sequence[Row],
     history: Sequence[Row],
     signals: Sequence[Row],
 ) -> SagaDetail:
-    """Built from the rows of `saga_record`, `saga_parent`, `saga_steps`, `saga_history` and `saga_signals`."""
-    state = _word(State(record["state"]))
-    row = None if running is None else msgspec.structs.asdict(running)
+    """Built from the rows of `saga_record`, `saga_parent`, `saga_list`, `saga_steps`, `saga_history` and
+    `saga_signals`."""
+    state = word_of(State(record["state"]))
     return SagaDetail(
         key=key.hex(),
         scope=record["scope"],
         state=state,
         changed_at=record["changed_at"],
         parent=parent,
-        result=_text(record["result"]),
-        running=running,
+        result=readable(record["result"]),
+        running=None if running is None else SagaLine(**running),
         steps=[_step(record["scope"], key, step) for step in steps],
         signals=[SignalLine(**each) for each in signals],
-        timeline=timeline(row, history, steps, (record["changed_at"], state)),
+        timeline=timeline(running, history, steps, (record["changed_at"], state)),
     )
 
 
 def _step(scope: str, key: bytes, row: Row) -> StepLine:
-    name, called = row["name"], StepKind(row["kind"]) is StepKind.CALL
-    return StepLine(
-        name=name,
-        key=str(step_key(scope, key, name)) if called else None,
-        undo_key=str(step_key(scope, key, name, undo=True)) if called else None,
-        kind=_word(StepKind(row["kind"])),
-        state="waiting" if waiting(row) else _word(StepState(row["state"])),
-        has_undo=row["has_undo"],
-        overlapped=row["overlapped"],
-        token=row["token"],
-        attempts=row["attempt"],
-        started_at=row["started_at"],
-        finished_at=row["finished_at"],
-        seconds=_seconds(row["started_at"], row["finished_at"]),
-        undo_seconds=_seconds(row["undo_at"], row["undone_at"]),
-        output=_text(row["output"]),
-        until=row["until"],
-        signal=row["signal"],
-    )
+    name, kind, same = row["name"], StepKind(row["kind"]), StepLine.__struct_fields__
+    given = {each: row[each] for each in same if each in row} | {
+        "kind": word_of(kind),
+        "key": str(step_key(scope, key, name)) if kind is StepKind.CALL else None,
+        "undo_key": str(step_key(scope, key, name, undo=True)) if kind is StepKind.CALL else None,
+        "state": "waiting" if waiting(row) else word_of(StepState(row["state"])),
+        "attempts": row["attempt"],
+        "seconds": _seconds(row["started_at"], row["finished_at"]),
+        "undo_seconds": _seconds(row["undo_at"], row["undone_at"]),
+        "output": readable(row["output"]),
+    }
+    return StepLine(**given)
 
 
 def _seconds(began: datetime | None, ended: datetime | None) -> float | None:
     return None if began is None or ended is None else (ended - began).total_seconds()
 
 
-def _word(value: State | StepKind | StepState) -> str:
+def word_of(value: State | StepKind | StepState) -> str:
+    """As it is written for people, and in files."""
     return value.name.lower().replace("_", " ")
 
 
-def _text(body: bytes | None) -> str | None:
+def readable(body: bytes | None) -> str | None:
+    """Text that is stored, with what is no text escaped."""
     return None if body is None else body.decode("utf-8", "backslashreplace")
+
+
+class SagaStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that has begun.
+
+    * `name`: its name.
+    * `state`: `intent` (its outcome is not known yet), `done`, `rejected`, `undo intent` or `undone`.
+    * `key`: the key that a call gives its remote; None for a step in a transaction.
+    * `attempts`: how many there were.
+    * `started_at`, `finished_at`: times.
+    """
+
+    name: str
+    state: str
+    key: str | None
+    attempts: int
+    started_at: datetime
+    finished_at: datetime | None
+
+
+class SagaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of a saga, at one moment. `app.result` has its result.
+
+    * `state`: PROCESSING, UNDOING, COMPLETED, FAILED or DEAD.
+    * `recovery_point`: the step that finished last.
+    * `steps`: in the order of their starts.
+    * `waiting_until`: when the saga is due again, if no worker runs it: its next attempt, or the end of a sleep or of a
+      wait for a signal.
+    * `parked`: the reason why it waits for a person.
+    * `error`: the error of its last failed attempt.
+    * `cancelled`: it is about to be cancelled.
+    """
+
+    state: State
+    recovery_point: str | None
+    steps: tuple[SagaStep, ...]
+    waiting_until: datetime | None = None
+    parked: str | None = None
+    error: str | None = None
+    cancelled: bool = False
+
+
+def status(detail: SagaDetail) -> SagaStatus:
+    line = detail.running
+    waits = line is not None and line.owner is None and line.parked is None
+    return SagaStatus(
+        state=State[detail.state.upper()],
+        recovery_point=_recovery_point(detail.steps),
+        steps=tuple(
+            SagaStep(**{name: getattr(each, name) for name in SagaStep.__struct_fields__})
+            for each in detail.steps
+            if not each.name.startswith(PATCH)
+        ),
+        waiting_until=line.due if line is not None and waits else None,
+        parked=None if line is None else line.parked,
+        error=None if line is None else line.error,
+        cancelled=line is not None and line.cancel is not None,
+    )
+
+
+def _recovery_point(steps: list[StepLine]) -> str | None:
+    finished = [(each.finished_at, each.name) for each in steps if each.finished_at and not each.name.startswith(PATCH)]
+    return max(finished)[1] if finished else None

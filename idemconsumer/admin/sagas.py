@@ -6,19 +6,16 @@ it waits for an open step (L2), and meanwhile workers that look for sagas pass o
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final, Literal
 from urllib.parse import unquote
 
-import psycopg
-
 from idemconsumer.admin.audit import Trace, note_saga
-from idemconsumer.admin.cancellations import Cancellation, request_cancel
-from idemconsumer.admin.dead_letters import connected, readers, unknown_handler
-from idemconsumer.admin.deciding import Deciding
-from idemconsumer.admin.decisions import decide
+from idemconsumer.admin.dead_letters import unknown_handler
+from idemconsumer.admin.decisions import Cancellation, Deciding, decide, request_cancel, set_free
 from idemconsumer.admin.saga_views import SagaDetail, SagaLine, detail
+from idemconsumer.admin.sender import Sender, Statements, readers
 from idemconsumer.errors import ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.message import codecs, keys
 from idemconsumer.message.message import StoredResult
@@ -26,7 +23,6 @@ from idemconsumer.message.sources import own_source
 from idemconsumer.ports.handler import Done, NotDone
 from idemconsumer.rules.saga import ANY_VERSION
 from idemconsumer.rules.values import Signalled, State
-from idemconsumer.sql.queries import load
 from idemconsumer.stores.claims import PostgresClaims
 from idemconsumer.stores.hashing import may_hash
 from idemconsumer.stores.signals import Signal
@@ -34,7 +30,6 @@ from idemconsumer.stores.signals import Signal
 ABANDONED: Final = "abandoned"  # the rejection's code
 _MOST_FOUND: Final = 5
 _CANCEL_TRIES: Final = 6  # of ten seconds each
-_Connection = psycopg.AsyncConnection[dict[str, Any]]
 
 
 class SagaAdmin:
@@ -45,10 +40,8 @@ class SagaAdmin:
     """
 
     def __init__(self, dsn: str, schema: str) -> None:
-        self._dsn = dsn
-        self._schema = schema
-        self._queries = load(schema)
-        self._readers = readers(dsn)
+        self._sql = Statements(dsn, schema)
+        self._shared = Statements(dsn, schema, shared=readers(dsn))
         self._deciding_in = Deciding(dsn, schema)
 
     # ---------------------------------------------------------------------------------------------------------- queries
@@ -61,23 +54,21 @@ class SagaAdmin:
         limit: int = 50,
     ) -> list[SagaLine]:
         """Sagas that have not ended, newest first, at most `limit`."""
-        async with connected(self._dsn, self._schema) as connection:
-            return await self._lines(connection, handler=handler, state=state, stale=stale, limit=limit)
+        given = {"key": None, "handler": handler, "state": state, "stale": stale, "limit": limit}
+        return await self._sql.values(SagaLine, "saga_list", **given)
 
     async def find(self, *, prefix: str | None = None, handler: str | None = None, key: str | None = None) -> bytes:
         """The one stored key that begins with `prefix` (hex), or that `handler` stores for the text `key`, in any
         app and tenant."""
-        async with connected(self._dsn, self._schema) as connection:
+        async with self._sql.sending() as send:
             if prefix is not None:
-                found = await self._by_prefix(connection, prefix)
-                what = f"{prefix!r}"
+                found, what = await _by_prefix(send, prefix), f"{prefix!r}"
             else:
                 assert handler is not None
                 assert key is not None
-                found = await self._by_text(connection, handler, key)
-                what = f"handler {handler!r} and this key"
+                found, what = await self._by_text(send, handler, key), f"handler {handler!r} and this key"
         if not found:
-            unknown = None if handler is None else await unknown_handler(self._dsn, self._schema, handler)
+            unknown = None if handler is None else await unknown_handler(self._sql.dsn, self._sql.schema, handler)
             raise ConfigurationError(
                 unknown or f"there is no record for {what}; `idemconsumer sagas list` shows what runs"
             )
@@ -93,51 +84,28 @@ class SagaAdmin:
 
     async def look_up(self, key: bytes) -> SagaDetail | None:
         """None: there is no record."""
-        async with connected(self._dsn, self._schema, self._readers) as connection:
-            records = await self._rows(connection, "saga_record", {"key": key})
+        async with self._shared.sending() as send:
+            records = await send("saga_record", key=key)
             if not records:
                 return None
-            lines = await self._lines(connection, key=key)
-            signals = await self._rows(connection, "saga_signals", {"key": key})
-            parents = await self._rows(connection, "saga_parent", {"key": key})
-            steps = await self._rows(connection, "saga_steps", {"key": key})
-            history = await self._rows(connection, "saga_history", {"key": key})
+            lines = await send("saga_list", key=key, handler=None, state=None, stale=False, limit=1)
+            signals = await send("saga_signals", key=key)
+            parents = await send("saga_parent", key=key)
+            steps = await send("saga_steps", key=key)
+            history = await send("saga_history", key=key)
         parent = parents[0]["parent"] if parents else None
         return detail(key, records[0], parent, lines[0] if lines else None, steps, history, signals)
 
-    async def _lines(
-        self,
-        connection: _Connection,
-        *,
-        key: bytes | None = None,
-        handler: str | None = None,
-        state: str | None = None,
-        stale: bool = False,
-        limit: int = 1,
-    ) -> list[SagaLine]:
-        params = {"key": key, "handler": handler, "state": state, "stale": stale, "limit": limit}
-        return [SagaLine(**row) for row in await self._rows(connection, "saga_list", params)]
+    async def handlers(self) -> list[str]:
+        """Those that have sagas that have not ended, as app and handler."""
+        return [f"{unquote(row['app'])}/{row['handler']}" for row in await self._sql.rows("moveable_sagas")]
 
-    async def _by_prefix(self, connection: _Connection, prefix: str) -> list[bytes]:
-        try:
-            low, high = (bytes.fromhex(prefix.ljust(64, fill)) for fill in "0f")
-        except ValueError:
-            raise ConfigurationError(
-                f"{prefix!r} is not the beginning of a stored key; write hexadecimal digits as `sagas list` shows "
-                "them, or --handler NAME --key TEXT"
-            ) from None
-        rows = await self._rows(connection, "saga_keys", {"low": low, "high": high, "limit": _MOST_FOUND})
-        return [row["key"] for row in rows]
-
-    async def _by_text(self, connection: _Connection, handler: str, key: str) -> list[bytes]:
-        scopes = [keys.parts_of(row["name"]) for row in await self._rows(connection, "scopes", {})]
-        if not may_hash(await self._rows(connection, "hashing", {}), self._schema):
+    async def _by_text(self, send: Sender, handler: str, key: str) -> list[bytes]:
+        scopes = [keys.parts_of(row["name"]) for row in await send("scopes")]
+        if not may_hash(await send("hashing"), self._sql.schema):
             return []
         digests = [keys.digest(app, tenant, name, key) for app, tenant, name in scopes if name == handler]
-        return [row["key"] for row in await self._rows(connection, "read", {"keys": digests})]
-
-    async def _rows(self, connection: _Connection, name: str, params: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-        return await (await connection.execute(self._queries[name], params)).fetchall()
+        return [row["key"] for row in await send("read", keys=digests)]
 
     # ------------------------------------------------------------------------------------------------------ decisions
     async def resume(self, key: bytes, *, by: str, accept_version: bool = False) -> None:
@@ -147,9 +115,9 @@ class SagaAdmin:
         """
         async with self._deciding(key) as (claims, state, _):
             detail = "with the present handler" if accept_version else None
-            await _note(claims, key, "resumed", detail)
+            await claims.send("note", {"key": key, "what": "resumed", "detail": detail})
             await note_saga(claims, key, by, "resume", detail)
-            await _set_free(claims, key, state, version=ANY_VERSION if accept_version else None)
+            await set_free(claims, key, state, version=ANY_VERSION if accept_version else None)
             await claims.complete([], [])
 
     async def abandon(self, key: bytes, *, undo: bool, by: str) -> None:
@@ -158,11 +126,11 @@ class SagaAdmin:
         abandoned = codecs.encode_rejection(ABANDONED, None)
         async with self._deciding(key) as (claims, _, rejection):
             detail = "to be undone" if undo else "as it is"
-            await _note(claims, key, "abandoned", detail)
+            await claims.send("note", {"key": key, "what": "abandoned", "detail": detail})
             await note_saga(claims, key, by, "abandon", detail)
             results = []
             if undo:  # the undos come from a replay of the handler as it is now; without them it is parked again
-                await _set_free(claims, key, State.UNDOING, version=ANY_VERSION, rejection=abandoned.body)
+                await set_free(claims, key, State.UNDOING, version=ANY_VERSION, rejection=abandoned.body)
             else:
                 await claims.send("set_record", {"key": key, "state": int(State.FAILED)})
                 await claims.send("end_saga", {"key": key})
@@ -177,19 +145,19 @@ class SagaAdmin:
         None where code decides: the audit is about people."""
         async with self._deciding(key) as (claims, state, _):
             await decide(claims, key, step, answer, attempt, by)
-            await _set_free(claims, key, state, version=None)
+            await set_free(claims, key, state)
             await claims.complete([], [])
 
     async def signal(self, key: bytes, name: str, payload: object, *, by: str) -> Signalled:
         """Send a signal to the saga under this stored key."""
-        async with connected(self._dsn, self._schema) as connection, connection.transaction():
-            records = await self._rows(connection, "saga_record", {"key": key})
+        async with self._sql.changing() as send:
+            records = await send("saga_record", key=key)
             if not records:
                 raise ConfigurationError(f"there is no record {key.hex()[:12]}")
             signal = Signal(key, records[0]["scope"], name, codecs.encode(payload, "payload", "give"))
-            ((answer,),) = [row.values() for row in await self._rows(connection, "send_signal", signal.params)]
+            ((answer,),) = [row.values() for row in await send("send_signal", **signal.params)]
             if answer != Signalled.ENDED:
-                await Trace(self._schema, by, "signal").write(connection, f"saga {key.hex()[:12]}, {name}")
+                await Trace(by, "signal").write(send, f"saga {key.hex()[:12]}, {name}")
         return Signalled(answer)
 
     async def move(self, source: tuple[str, str], to: tuple[str, str], *, by: str) -> tuple[int, int]:
@@ -207,17 +175,11 @@ class SagaAdmin:
                 f"{side}_handler": handler,
                 f"{side}_source": own_source(app, handler),
             }
-        async with connected(self._dsn, self._schema) as connection, connection.transaction():
-            (row,) = await self._rows(connection, "move_sagas", params)
+        async with self._sql.changing() as send:
+            (row,) = await send("move_sagas", **params)
             if row["moved"]:
-                await Trace(self._schema, by, "move").write(connection, f"{row['moved']} sagas, {params['detail']}")
+                await Trace(by, "move").write(send, f"{row['moved']} sagas, {params['detail']}")
         return row["moved"], row["held"]
-
-    async def handlers(self) -> list[str]:
-        """Those that have sagas that have not ended, as app and handler."""
-        async with connected(self._dsn, self._schema) as connection:
-            rows = await self._rows(connection, "moveable_sagas", {})
-        return [f"{unquote(row['app'])}/{row['handler']}" for row in rows]
 
     async def cancel(self, key: bytes, *, undo: bool, by: str | None) -> Cancellation:
         """Cancel it, wherever it is (L50). Waits for a step that is a transaction to end, for a minute at most. `by` is
@@ -248,13 +210,12 @@ class SagaAdmin:
             yield claims, State(phase), rejection
 
 
-async def _note(claims: PostgresClaims, key: bytes, what: str, detail: str | None) -> None:
-    await claims.send("note", {"key": key, "what": what, "detail": detail})
-
-
-async def _set_free(
-    claims: PostgresClaims, key: bytes, state: State, *, version: str | None, rejection: bytes | None = None
-) -> None:
-    params = {"key": key, "state": int(state), "version": version, "rejection": rejection}
-    await claims.send("resume_saga", params)
-    await claims.send("set_record", {"key": key, "state": int(state)})
+async def _by_prefix(send: Sender, prefix: str) -> list[bytes]:
+    try:
+        low, high = (bytes.fromhex(prefix.ljust(64, fill)) for fill in "0f")
+    except ValueError:
+        raise ConfigurationError(
+            f"{prefix!r} is not the beginning of a stored key; write hexadecimal digits as `sagas list` shows "
+            "them, or --handler NAME --key TEXT"
+        ) from None
+    return [row["key"] for row in await send("saga_keys", low=low, high=high, limit=_MOST_FOUND)]

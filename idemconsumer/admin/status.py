@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -9,12 +10,11 @@ from urllib.parse import unquote
 
 import msgspec
 
-from idemconsumer.admin.control import Controls, Paused, WorkerLine
-from idemconsumer.admin.dead_letters import connected
+from idemconsumer.admin.control import Controls, Name, Paused, WorkerLine
+from idemconsumer.admin.sender import Statements
 from idemconsumer.message import keys
 from idemconsumer.ports.broker import Lag
 from idemconsumer.rules.held_up import Condition, HeldUp, paused, together
-from idemconsumer.sql.queries import load
 
 MOST: Final = 10_000  # rows that are read of each queue, handler of sagas and reason of letters
 
@@ -127,17 +127,15 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 async def status(dsn: str, schema: str, app: str | None = None, *, most: int | None = None) -> Status:
     """Of all apps in the schema, or of one; `most` is MOST unless given. Raises StoreUnavailable, and
     ConfigurationError when the schema is not migrated."""
-    queries, controls = load(schema), Controls(dsn, schema)
-    scopes = None if app is None else keys.scopes_of(app)
+    controls, scopes = Controls(dsn, schema), None if app is None else keys.scopes_of(app)
     most = MOST if most is None else most
     given = {"most": most, "app": None if scopes is None else scopes[:-1], "scopes": scopes}
     workers, pauses = await controls.workers(app), await controls.paused()
-    async with connected(dsn, schema) as connection:
+    async with Statements(dsn, schema).sending() as send:
         rows = {
-            name: await (await connection.execute(queries[f"status_{name}"], given)).fetchall()
-            for name in ("queues", "sagas", "letters", "outbox", "requests")
+            name: await send(f"status_{name}", **given) for name in ("queues", "sagas", "letters", "outbox", "requests")
         }
-        (now,) = await (await connection.execute(b"select clock_timestamp() as at")).fetchall()
+        now = await (await send.connection.execute(b"select clock_timestamp() as at")).fetchone() or {}
     relays = {each for line in workers if line.live for doing in line.handlers.values() for each in doing.relays}
     handlers = [line for line in handler_lines(workers, pauses, now["at"]) if app in (None, line.app)]
     return Status(
@@ -178,40 +176,39 @@ def _conditions(pause: Paused | None, its: Sequence[WorkerLine], name: str, at: 
 def handler_lines(workers: Sequence[WorkerLine], paused: Sequence[Paused], at: datetime) -> list[HandlerLine]:
     """By app and name, as of then."""
     pauses = {(each.app, each.handler): each for each in paused}
-    doings = {
-        (line.app, name): [each for each in workers if each.live and each.app == line.app and name in each.handlers]
-        for line in workers
-        if line.live
-        for name in line.handlers
-    }
-    lines = []
-    for app, name in sorted(doings.keys() | pauses.keys()):
-        lines_of = doings.get((app, name), [])
-        its = [line.handlers[name] for line in lines_of]
-        outcomes: dict[str, int] = {}
-        lags: dict[str, Lag] = {}
-        for each in its:
-            for source, lag in each.lag.items():
-                lags[source] = lag.beside(lags[source]) if source in lags else lag
-            for kind, count in each.outcomes.items():
-                outcomes[kind] = outcomes.get(kind, 0) + count
-        lines.append(
-            HandlerLine(
-                app=app,
-                handler=name,
-                sources=sorted({source for each in its for source in each.sources}),
-                queues=sorted({queue for each in its for queue in each.queues}),
-                lag=lags,
-                workers=len(its),
-                lanes=sum(each.lanes for each in its),
-                running=sum(each.running for each in its),
-                outcomes=outcomes,
-                paused=pauses.get((app, name)),
-                obeyed=sum(each.paused for each in its),
-                conditions=_conditions(pauses.get((app, name)), lines_of, name, at),
-            )
-        )
-    return lines
+    running: dict[Name, list[WorkerLine]] = {name: [] for name in pauses}
+    for line in workers:
+        for name in line.handlers if line.live else ():
+            running.setdefault((line.app, name), []).append(line)
+    return [
+        _handler_line(app, name, pauses.get((app, name)), lines, at) for (app, name), lines in sorted(running.items())
+    ]
+
+
+def _handler_line(
+    app: str, name: str, pause: Paused | None, workers: Sequence[WorkerLine], at: datetime
+) -> HandlerLine:
+    its = [line.handlers[name] for line in workers]
+    outcomes = Counter[str]()
+    lags: dict[str, Lag] = {}
+    for each in its:
+        outcomes.update(each.outcomes)
+        for source, lag in each.lag.items():
+            lags[source] = lag.beside(lags[source]) if source in lags else lag
+    return HandlerLine(
+        app=app,
+        handler=name,
+        sources=sorted({source for each in its for source in each.sources}),
+        queues=sorted({queue for each in its for queue in each.queues}),
+        lag=lags,
+        workers=len(its),
+        lanes=sum(each.lanes for each in its),
+        running=sum(each.running for each in its),
+        outcomes=dict(outcomes),
+        paused=pause,
+        obeyed=sum(each.paused for each in its),
+        conditions=_conditions(pause, workers, name, at),
+    )
 
 
 def queue_line(row: Mapping[str, Any], handlers: Sequence[HandlerLine]) -> QueueLine:

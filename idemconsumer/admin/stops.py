@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from idemconsumer.admin.audit import Trace
-from idemconsumer.admin.dead_letters import connected
+from idemconsumer.admin.sender import Statements
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.sql.queries import load
 
 _PLACE: Final = re.compile(r"kafka:([^/@\s]+)/(\d+)@(\d+)")
 
@@ -38,8 +37,7 @@ class Stops:
     """Of one schema, with a new connection for each call. Raises like `Admin`."""
 
     def __init__(self, dsn: str, schema: str) -> None:
-        self._dsn = dsn
-        self._schema = schema
+        self._sql = Statements(dsn, schema)
 
     async def stopped(self, group: str | None = None) -> list[Stop]:
         return await self._find(group, None, None, None)
@@ -57,14 +55,11 @@ class Stops:
         if len(stops) > 1:
             groups = ", ".join(stop.group for stop in stops)
             raise ConfigurationError(f"several groups are blocked at {place}: {groups}; choose one with --group")
-        given = {"group": stops[0].group, "topic": topic, "partition": partition, "first": first}
-        async with connected(self._dsn, self._schema) as connection, connection.transaction():
-            await connection.execute(load(self._schema)["skip_kafka_stop"], given)
-            await Trace(self._schema, by, "skip").write(connection, f"{stops[0].place} in group {stops[0].group}")
+        async with self._sql.changing() as send:
+            await send("skip_kafka_stop", group=stops[0].group, topic=topic, partition=partition, first=first)
+            await Trace(by, "skip").write(send, f"{stops[0].place} in group {stops[0].group}")
         return stops[0]
 
     async def _find(self, group: str | None, topic: str | None, partition: int | None, first: int | None) -> list[Stop]:
-        given: dict[str, Any] = {"group": group, "topic": topic, "partition": partition, "first": first}
-        async with connected(self._dsn, self._schema) as connection:
-            rows = await (await connection.execute(load(self._schema)["list_kafka_stops"], given)).fetchall()
-        return [Stop(**row) for row in rows]
+        given = {"group": group, "topic": topic, "partition": partition, "first": first}
+        return await self._sql.values(Stop, "list_kafka_stops", **given)

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from idemconsumer.admin.audit import user
 from idemconsumer.admin.control import Controls
-from idemconsumer.admin.who import user
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.settings import Settings

@@ -8,8 +8,8 @@ from typing import Any, Concatenate, TypeVar
 
 from psycopg import AsyncConnection
 
-from idemconsumer.admin.cancellations import Cancellation
-from idemconsumer.admin.saga_status import SagaStatus, status
+from idemconsumer.admin.decisions import Cancellation
+from idemconsumer.admin.saga_views import SagaStatus, status
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.app.enqueuing import enqueue_in
 from idemconsumer.app.following import tracing_of

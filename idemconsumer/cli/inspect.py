@@ -12,9 +12,8 @@ import click
 
 from idemconsumer import certificates
 from idemconsumer.admin.dead_letters import Admin
-from idemconsumer.admin.key_secrets import examine_secrets
-from idemconsumer.admin.orphans import find_orphans
-from idemconsumer.admin.signals import find_unawaited
+from idemconsumer.admin.doctor import examine_secrets
+from idemconsumer.admin.orphans import find_orphans, find_unawaited
 from idemconsumer.app.app import App
 from idemconsumer.brokers.connecting import connect
 from idemconsumer.cli.banner import database_name, retention, sources

@@ -9,7 +9,6 @@ from typing import Any, Final, TypeVar
 import click
 import msgspec
 
-from idemconsumer.admin.who import user
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import Settings
 
@@ -39,8 +38,14 @@ def database(command: F) -> F:
     return click.option("--dsn", metavar="URL", help=f"{text}other users see options in ps.")(command)
 
 
+def _who(_context: click.Context, _option: click.Parameter, given: str | None) -> str:
+    from idemconsumer.admin.audit import user  # only here: who starts workers needs none of it
+
+    return given or user()
+
+
 deciding = click.option(
-    "--by", metavar="NAME", callback=lambda _context, _option, given: given or user(),
+    "--by", metavar="NAME", callback=_who,
     help="Who decided, for `audit`.  [default: your account and machine]",
 )  # fmt: skip
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

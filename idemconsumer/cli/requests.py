@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from idemconsumer.admin.who import user
+from idemconsumer.admin.audit import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import time_of
 from idemconsumer.cli.options import as_json, database, deciding, need_dsn, print_json, printable

@@ -216,8 +216,8 @@ def _reread(target: str, flags: Mapping[str, Any]) -> None:
     """What workers that are started again will read (O17). Raises ConfigurationError."""
     settings = load(**flags)
     # Only here: a launcher that is never asked needs none of it.
+    from idemconsumer.admin.audit import user
     from idemconsumer.admin.control import Controls
-    from idemconsumer.admin.who import user
 
     try:
         if settings.dsn is not None:

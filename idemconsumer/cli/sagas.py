@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import click
 import msgspec
 
-from idemconsumer.admin.cancellations import Cancellation
+from idemconsumer.admin.decisions import Cancellation
 from idemconsumer.admin.hints import hint
 from idemconsumer.admin.histories import histories
 from idemconsumer.admin.saga_views import SagaDetail

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Retry, Saga, Step, Unknown
-from idemconsumer.admin.cancellations import Cancellation
+from idemconsumer.admin.decisions import Cancellation
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler

@@ -9,8 +9,8 @@ import psycopg
 import pytest
 
 from idemconsumer import App, Saga, idempotent_handler
+from idemconsumer.admin.orphans import find_unawaited
 from idemconsumer.admin.sagas import SagaAdmin
-from idemconsumer.admin.signals import find_unawaited
 from idemconsumer.cli.inspect import findings
 from idemconsumer.cli.saga_lines import facts
 from idemconsumer.message import keys

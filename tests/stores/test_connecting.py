@@ -13,7 +13,7 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from idemconsumer.admin.dead_letters import connected
+from idemconsumer.admin.sender import connected
 from idemconsumer.brokers.postgres import PostgresBroker
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import Subscription

@@ -11,8 +11,8 @@ import psycopg
 import pytest
 
 from idemconsumer import App, ConfigurationError, HandlerError, Saga, Tx
-from idemconsumer.admin.deciding import Deciding
-from idemconsumer.admin.key_secrets import examine_secrets
+from idemconsumer.admin.decisions import Deciding
+from idemconsumer.admin.doctor import examine_secrets
 from idemconsumer.admin.keys import Keys
 from idemconsumer.errors import NothingFound
 from idemconsumer.hashing import HASHING, Hashing

@@ -16,7 +16,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from idemconsumer.admin.deciding import Deciding
+from idemconsumer.admin.decisions import Deciding
 from idemconsumer.admin.doctor import diagnose
 from idemconsumer.admin.keys import Keys
 from idemconsumer.errors import ConfigurationError, StoreUnavailable

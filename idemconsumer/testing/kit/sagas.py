@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from idemconsumer.admin.saga_status import SagaStatus, status
+from idemconsumer.admin.saga_views import SagaStatus, status
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.app.app import App
 from idemconsumer.handlers.decorator import Handler

@@ -1,0 +1,100 @@
+"""The named statements of one schema, sent for a person: on which connection, and what their errors mean."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeAlias, TypeVar
+
+import psycopg
+from psycopg.rows import dict_row
+
+from idemconsumer.brokers.publishers import Publishers
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.redaction import error_text
+from idemconsumer.sql.answering import AnsweringConnection
+from idemconsumer.sql.connecting import connect_async
+from idemconsumer.sql.queries import Queries, load, misconfigured, takes_no_writes
+
+_CONNECT_SECONDS = 10
+PATIENCE: Final = 600.0  # seconds: what reads all letters may have a million to read
+
+Row: TypeAlias = dict[str, Any]
+Connection: TypeAlias = AnsweringConnection[Row]
+T = TypeVar("T")
+Readers: TypeAlias = Publishers[Connection]
+
+
+class Sender:
+    """Sends statements by their names, on one connection."""
+
+    def __init__(self, connection: Connection, queries: Queries) -> None:
+        self.connection = connection
+        self._queries = queries
+
+    async def __call__(self, statement: str, /, **given: Any) -> list[Row]:
+        cursor = await self.execute(statement, **given)
+        return await cursor.fetchall() if cursor.description else []
+
+    async def execute(self, statement: str, /, **given: Any) -> psycopg.AsyncCursor[Row]:
+        """For who wants to know how many rows it has changed."""
+        return await self.connection.execute(self._queries[statement], given)
+
+
+class Statements:
+    """Of one schema, with a new connection for each call, or one of those that are `shared`. Raises like `Admin`."""
+
+    def __init__(self, dsn: str, schema: str, *, patience: float | None = None, shared: Readers | None = None) -> None:
+        self.dsn = dsn
+        self.schema = schema
+        self._queries = load(schema)
+        self._patience = patience
+        self._shared = shared
+
+    async def rows(self, statement: str, /, **given: Any) -> list[Row]:
+        """In no transaction, since a standby begins none that may write."""
+        async with self.sending() as send:
+            return await send(statement, **given)
+
+    async def values(self, kind: Callable[..., T], statement: str, /, **given: Any) -> list[T]:
+        """The same, each row as a value."""
+        return [kind(**row) for row in await self.rows(statement, **given)]
+
+    @asynccontextmanager
+    async def sending(self) -> AsyncIterator[Sender]:
+        """Several on one connection, each committed by itself."""
+        async with connected(self.dsn, self.schema, self._shared, patience=self._patience) as connection:
+            yield Sender(connection, self._queries)
+
+    @asynccontextmanager
+    async def changing(self) -> AsyncIterator[Sender]:
+        """Several in one transaction."""
+        async with self.sending() as send, send.connection.transaction():
+            yield send
+
+
+def readers(dsn: str, patience: float | None = None) -> Readers:
+    """For any number of callers (L57)."""
+    # The limit of the role is meant for workers, and for their handlers.
+    settings = {} if patience is None else {"statement_timeout": f"{patience:g}s"}
+    return Publishers(lambda: connect_async(dsn, settings, row_factory=dict_row, connect_timeout=_CONNECT_SECONDS))
+
+
+@asynccontextmanager
+async def connected(
+    dsn: str, schema: str, shared: Readers | None = None, *, patience: float | None = None
+) -> AsyncIterator[Connection]:
+    """A new connection, or one of those that are `shared`: autocommit, rows as dicts. `patience`: of a new one, seconds
+    for each statement. Raises like `Admin`."""
+    try:
+        async with (shared or readers(dsn, patience)).one() as connection:
+            if patience is not None:
+                connection.patience = patience
+            yield connection
+    except psycopg.Error as error:
+        if (cause := misconfigured(error, schema) or takes_no_writes(error)) is not None:
+            raise cause from error
+        if not isinstance(error, psycopg.OperationalError):
+            raise
+        what = "cannot be reached" if error.sqlstate is None else "has not done it"
+        raise StoreUnavailable(f"the database {what}: {error_text(error)}") from error
