@@ -5,40 +5,36 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, TypeVar
 
 import click
+from click import option
 
-from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail, Redrive, Which
-from idemconsumer.admin.redrives import Redrives, Run
-from idemconsumer.cli.banner import table
-from idemconsumer.cli.dead_runs import dead_runs
-from idemconsumer.cli.letters import letter_json, show, time_of
+from idemconsumer.admin.dead_letters import Admin, Which
+from idemconsumer.admin.redrives import Redrives
+from idemconsumer.cli.choices import listing, need_choice, need_found, seconds
+from idemconsumer.cli.letters import letter_json, show
 from idemconsumer.cli.options import (
     ID,
-    RATE,
-    as_json,
+    Finite,
+    count,
     database,
     deciding,
-    need_choice,
-    need_dsn,
-    print_json,
-    printable,
-    say_left,
+    flag,
+    ids,
+    limit,
+    number,
+    together,
+    unasked,
+    uncounted,
 )
-from idemconsumer.cli.unknown import say_unknown
+from idemconsumer.cli.verbs import Given, Output, Verbs, listed, print_json
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.handlers.durations import parse_duration
-from idemconsumer.process.child import Exit
 from idemconsumer.rules.letters import Redriven
-from idemconsumer.settings import load
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _ERROR_WIDTH = 60
 _FILTERS = ("handler", "app", "tenant", "reason", "error", "since", "until", "key", "prefix")
+_SUCH_AS = "--handler and --reason"
 _LEFT = {
     Redriven.INCOMPLETE: "whose whole message is not kept; have their producer send them again",
     Redriven.SAGA: "whose sagas have begun meanwhile; repeat this",
@@ -47,273 +43,180 @@ _LEFT = {
     Redriven.DECIDED: "whose key is not dead any more: it was applied or rejected since, or waits for its next attempt",
 }
 
-
-def _chosen(command: F) -> F:
-    """Options that choose letters."""
-    for option in reversed(
-        (
-            click.option("--handler", help="Only dead letters of this handler."),
-            click.option("--reason", help="Only dead letters with this reason."),
-            click.option("--error", metavar="TEXT", help="Only dead letters with this text in their error."),
-            click.option("--app", help="Only dead letters of this app."),
-            click.option("--tenant", help="Only dead letters of this tenant."),
-            click.option("--since", metavar="DURATION", help="Only those that arrived in the last 2h, 7d, …"),
-            click.option("--until", metavar="DURATION", help="Only those that arrived before the last 2h, 7d, …"),
-            click.option("--key", metavar="TEXT", help="Only those of this key; with --handler."),
-            click.option(
-                "--hash", "prefix", metavar="HEX", help="Only those whose stored key begins with these digits."
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-async def _which(admin: Admin, given: dict[str, Any], **more: Any) -> Which:
-    """From the options of `_chosen`, which it takes out of `given`."""
-    key = given.pop("key")
-    chosen = {name: given.pop(name) for name in ("handler", "app", "tenant", "reason", "error", "prefix")}
-    if key is not None and chosen["handler"] is None:
-        raise click.UsageError("--key TEXT needs --handler NAME; or write --hash HEX")
-    keys = None if key is None else await admin.stored_keys(chosen["handler"], key, tenant=chosen["tenant"])
-    since, until = (None if (text := given.pop(name)) is None else parse_duration(text) for name in ("since", "until"))
-    return Which(keys=keys, since=since, until=until, **chosen, **more)
-
-
-def _matched(letters: int, flags: Mapping[str, Any], ids: tuple[int, ...] = ()) -> None:
-    """Exit 1 where something was chosen and nothing is there: a script that misspells a handler has to learn of it."""
-    say_left(ids, letters, "dead letter")
-    if letters or not (ids or any(flags[name] is not None for name in _FILTERS)):
-        return
-    click.echo("no dead letter is chosen by this", err=True)
-    say_unknown(load(dsn=flags["dsn"], schema=flags["schema"]), flags["handler"])
-    sys.exit(Exit.ERROR)
-
-
-def _admin(flags: dict[str, Any]) -> Admin:
-    settings = load(**{name: flags.pop(name) for name in ("dsn", "schema")})
-    return Admin(need_dsn(settings), settings.schema)
-
-
-@click.group()
-def dead() -> None:
-    """Dead letters: messages that wait for a person."""
-
-
-@dead.command("list")
-@_chosen
-@click.option("--redriven", is_flag=True, help="Also those that were redriven and have not failed again.")
-@click.option("--before", type=ID, metavar="ID", help="Go on after this one; the last line names it.")
-@click.option(
-    "--limit", type=click.IntRange(1, 1_000_000), default=50, metavar="N", help="List at most N.  [default: 50]"
+_chosen = together(
+    option("--handler", help="Only dead letters of this handler."),
+    option("--reason", help="Only dead letters with this reason."),
+    option("--error", metavar="TEXT", help="Only dead letters with this text in their error."),
+    option("--app", help="Only dead letters of this app."),
+    option("--tenant", help="Only dead letters of this tenant."),
+    option("--since", metavar="DURATION", help="Only those that arrived in the last 2h, 7d, …"),
+    option("--until", metavar="DURATION", help="Only those that arrived before the last 2h, 7d, …"),
+    option("--key", metavar="TEXT", help="Only those of this key; with --handler."),
+    option("--hash", "prefix", metavar="HEX", help="Only those whose stored key begins with these digits."),
 )
-@database
-@as_json
-def dead_list(redriven: bool, before: int | None, limit: int, as_json: bool, **flags: Any) -> None:
+_all = flag("--all", "everything", help="All of them.")
+_redriven = flag("--redriven", help="Also those that were redriven and have not failed again.")
+
+
+async def _which(admin: Admin, given: Given, *, redriven: bool = False) -> Which:
+    if given.key is not None and given.handler is None:
+        raise click.UsageError("--key TEXT needs --handler NAME; or write --hash HEX")
+    keys = None if given.key is None else await admin.stored_keys(given.handler, given.key, tenant=given.tenant)
+    chosen = {name: getattr(given, name) for name in ("handler", "app", "tenant", "reason", "error", "prefix")}
+    chosen |= {"since": seconds(given.since), "until": seconds(given.until), "ids": getattr(given, "ids", None) or None}
+    return Which(keys=keys, **chosen, redriven=redriven)
+
+
+dead = Verbs("dead", help="Dead letters: messages that wait for a person.")
+
+
+@dead.verb(
+    "list",
+    _chosen,
+    _redriven,
+    option("--before", type=ID, metavar="ID", help="Go on after this one; the last line names it."),
+    limit,
+)
+async def dead_list(given: Given) -> Output:
     """List dead letters, newest first."""
-    settings, handler = load(dsn=flags["dsn"], schema=flags["schema"]), flags["handler"]
-    admin = _admin(flags)
-
-    async def read() -> Any:
-        return await admin.dead_letters(await _which(admin, flags, redriven=redriven), before=before, limit=limit)
-
-    letters = asyncio.run(read())
-    if as_json:
-        print_json(letters)
-        return
-    rows: list[tuple[str, ...]] = [("id", "last seen", "handler", "reason", "position", "arrivals", "error")]
+    admin = Admin(*given.database)
+    which = await _which(admin, given, redriven=given.redriven)
+    letters = await admin.dead_letters(which, before=given.before, limit=given.limit)
+    rows = []
     for each in letters:
         marks = [mark for mark, at in (("redriven", each.redriven_at), ("forwarded", each.forwarded_at)) if at]
         reason = f"{each.reason} ({', '.join(marks)})" if marks else each.reason
-        cells = (each.handler, reason, each.position, str(each.arrivals), each.error[:_ERROR_WIDTH])
-        rows.append((str(each.id), time_of(each.last_at), *map(printable, cells)))
-    click.echo(table(rows) if letters else "no dead letters")
-    if not letters:
-        say_unknown(settings, handler)
-    if len(letters) == limit:
-        click.echo(
-            f"there may be more: --before {letters[-1].id}; `idemconsumer dead groups` counts them all", err=True
-        )
+        error = each.error[:_ERROR_WIDTH]
+        rows.append((each.id, each.last_at, each.handler, reason, each.position, each.arrivals, error))
+    columns = "id, last seen, handler, reason, position, arrivals, error"
+    more = "--before {0.id}; `idemconsumer dead groups` counts them all"
+    return await listing(given, letters, columns, rows, "no dead letters", more=more)
 
 
-@dead.command("groups")
-@_chosen
-@click.option("--by-tenant", is_flag=True, help="Also by app and tenant.")
-@database
-@as_json
-def dead_groups(by_tenant: bool, as_json: bool, **flags: Any) -> None:
+@dead.verb("groups", _chosen, flag("--by-tenant", help="Also by app and tenant."))
+async def dead_groups(given: Given) -> Output:
     """Group dead letters by cause: handler, reason, and the exception's type and line. The most frequent come first."""
-    admin = _admin(flags)
-
-    async def read() -> Any:
-        return await admin.causes(await _which(admin, flags), by_tenant=by_tenant)
-
-    causes = asyncio.run(read())
-    if as_json:
-        print_json(causes)
-        return
-    whose = ("app", "tenant") if by_tenant else ()
-    rows: list[tuple[str, ...]] = [
-        ("letters", *whose, "handler", "reason", "exception", "place", "arrivals", "first seen", "last seen", "newest")
-    ]
-    for each in causes:
-        its = (each.app or "-", each.tenant or "-")[: len(whose)]
-        cells = (each.handler, each.reason, each.exception or "-", each.place or "-", str(each.arrivals))
-        times = (time_of(each.first_at), time_of(each.last_at))
-        rows.append((str(each.letters), *map(printable, (*its, *cells)), *times, str(each.newest)))
-    click.echo(table(rows) if causes else "no dead letters")
+    admin = Admin(*given.database)
+    causes = await admin.causes(await _which(admin, given), by_tenant=given.by_tenant)
+    whose = "app, tenant, " if given.by_tenant else ""
+    columns = f"letters, {whose}handler, reason, exception, place, arrivals, first_at, last_at, newest"
+    rows = [[getattr(each, name) for name in columns.split(", ")] for each in causes]
+    return Output(causes, listed(columns.replace("_at", " seen"), rows, "no dead letters"))
 
 
-@dead.command("show")
-@click.argument("number", metavar="ID", type=ID)
-@database
-@as_json
-def dead_show(number: int, as_json: bool, **flags: Any) -> None:
+@dead.verb("show", number)
+async def dead_show(given: Given) -> Output | None:
     """Show one dead letter with all that its broker gave, and what to do about it."""
-    admin = _admin(flags)
-
-    async def read() -> tuple[DeadLetterDetail, list[Redrive]]:
-        if (found := await admin.dead_letter(number)) is None:
-            raise ConfigurationError(f"there is no dead letter {number}; `idemconsumer dead list` lists them")
-        return found, await admin.redrives(found)
-
-    letter, redrives = asyncio.run(read())
-    if as_json:
-        print_json({**letter_json(letter), "redrives": redrives})
-    else:
-        show(letter, redrives)
+    admin = Admin(*given.database)
+    if (letter := await admin.dead_letter(given.number)) is None:
+        raise ConfigurationError(f"there is no dead letter {given.number}; `idemconsumer dead list` lists them")
+    redrives = await admin.redrives(letter)
+    if given.as_json:
+        return Output({**letter_json(letter), "redrives": redrives})
+    show(letter, redrives)
+    return None
 
 
-@dead.command("export")
-@_chosen
-@click.option("--redriven", is_flag=True, help="Also those that were redriven and have not failed again.")
-@database
-def dead_export(redriven: bool, **flags: Any) -> None:
+@dead.verb("export", _chosen, _redriven, ends=database)
+async def dead_export(given: Given) -> None:
     """Write dead letters in full, newest first, as lines of JSON like those of `dead show --json`."""
-    given = dict(flags)
-    admin = _admin(flags)
-
-    async def export() -> int:
-        letters = 0
-        async for letter in admin.export(await _which(admin, flags, redriven=redriven)):
-            print_json(letter_json(letter))
-            letters += 1
-        return letters
-
+    admin, letters = Admin(*given.database), 0
     click.echo("warning: what follows holds payloads; keep it where personal data may be kept", err=True)
-    _matched(asyncio.run(export()), given)
+    async for letter in admin.export(await _which(admin, given, redriven=given.redriven)):
+        print_json(letter_json(letter))
+        letters += 1
+    await need_found(given, _FILTERS, letters, "dead letter")
 
 
-@dead.command("redrive")
-@click.argument("ids", metavar="[ID]…", type=ID, nargs=-1)
-@_chosen
-@click.option("--all", "everything", is_flag=True, help="All of them.")
-@click.option("--rate", type=RATE, metavar="N", help="At most N in a second.")
-@click.option("--run", metavar="NAME", help="Go on with a run that was interrupted.  [default: a new one]")
-@deciding
-@click.option("--dry-run", is_flag=True, help="Only show what would be redriven.")
-@database
-@as_json
-def dead_redrive(
-    ids: tuple[int, ...],
-    everything: bool,
-    rate: float | None,
-    run: str | None,
-    by: str,
-    dry_run: bool,
-    as_json: bool,
-    **flags: Any,
-) -> None:
+@dead.verb(
+    "redrive",
+    ids,
+    _chosen,
+    _all,
+    option("--rate", type=Finite(0, min_open=True), metavar="N", help="At most N in a second."),
+    option("--run", metavar="NAME", help="Go on with a run that was interrupted.  [default: a new one]"),
+    deciding,
+    flag("--dry-run", help="Only show what would be redriven."),
+)
+async def dead_redrive(given: Given) -> Output:
     """Run the messages of dead letters again, oldest first, each with its full number of attempts.
 
     Workers take them from a queue in the database. A message that was applied meanwhile does not run again; a message
     that fails again becomes a dead letter again. Sagas that wait for a person go on where they stopped, as with
     `sagas resume`. A run redrives each dead letter once, so an interrupted run can be repeated with --run.
     """
-    filters = {name: flags[name] for name in _FILTERS}
-    need_choice(ids, filters, everything=everything, such_as="--handler and --reason")
-    settings, given = load(dsn=flags["dsn"], schema=flags["schema"]), dict(flags)
-    admin = _admin(flags)
-    redrives, name = Redrives(need_dsn(settings), settings.schema), run or _run_name()
-
-    async def act() -> tuple[int, Run]:
-        which = await _which(admin, flags, ids=ids or None)
-        length, _ = await admin.count(which)
-        if length and not dry_run:
-            click.echo(f"run {name}; to go on after an interruption, repeat this with --run {name}", err=True)
-        with click.progressbar(length=length, label="redriving", file=sys.stderr) as bar:
-            return length, await redrives.redrive(
-                which, by=by, run=name, rate=rate, dry_run=dry_run, progress=bar.update
-            )
-
-    chosen, done = asyncio.run(act())
-    if run is None:  # else they may have been redriven before it was interrupted
-        _matched(chosen, given, ids)
-    if as_json:
-        print_json({"run": None if dry_run else name, "dry_run": dry_run, "letters": done.counts})
-    else:
-        sagas = done.counts.get(Redriven.RESUMES, 0)
-        of_sagas = f", {sagas} of them of sagas, which go on where they stopped" if sagas else ""
-        under = "" if dry_run else f"; run {name}, see `idemconsumer dead runs`"
-        click.echo(f"{'would redrive' if dry_run else 'redriven'}: {done.redriven} dead letters{of_sagas}{under}")
-        for verdict, text in _LEFT.items():
-            if count := done.counts.get(verdict):
-                click.echo(f"left: {count} {text}", err=True)
+    need_choice(given, _FILTERS, _SUCH_AS)
+    admin, redrives, dry_run = Admin(*given.database), Redrives(*given.database), given.dry_run
+    name = given.run or f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
+    which = await _which(admin, given)
+    chosen, _ = await admin.count(which)
+    if chosen and not dry_run:
+        click.echo(f"run {name}; to go on after an interruption, repeat this with --run {name}", err=True)
+    with click.progressbar(length=chosen, label="redriving", file=sys.stderr) as bar:
+        done = await redrives.redrive(
+            which, by=given.by, run=name, rate=given.rate, dry_run=dry_run, progress=bar.update
+        )
+    if given.run is None:  # else they may have been redriven before it was interrupted
+        await need_found(given, _FILTERS, chosen, "dead letter")
+    sagas = done.counts.get(Redriven.RESUMES, 0)
+    of_sagas = f", {sagas} of them of sagas, which go on where they stopped" if sagas else ""
+    under = "" if dry_run else f"; run {name}, see `idemconsumer dead runs`"
+    return Output(
+        {"run": None if dry_run else name, "dry_run": dry_run, "letters": done.counts},
+        f"{'would redrive' if dry_run else 'redriven'}: {done.redriven} dead letters{of_sagas}{under}",
+        [f"left: {count} {text}" for verdict, text in _LEFT.items() if (count := done.counts.get(verdict))],
+    )
 
 
-dead.add_command(dead_runs)
+@dead.verb(
+    "runs",
+    option("--cancel", metavar="RUN", help="Turn this run's messages that have not begun back into dead letters."),
+    count("--limit", "List at most N.", 50, most=None),
+    deciding,
+)
+async def dead_runs(given: Given) -> Output:
+    """List the runs of `dead redrive`, or cancel one.
+
+    The newest come first, with the results of their dead letters. After a cancel, messages that have begun come to
+    their end, and resumed sagas go on. A command that is still redriving under this name ends.
+    """
+    redrives = Redrives(*given.database)
+    if given.cancel is not None:
+        letters = await redrives.cancel(given.cancel, by=given.by)
+        return Output({"run": given.cancel, "cancelled": letters}, f"cancelled: {letters} dead letters")
+    runs = await redrives.runs(given.limit)
+    rows = []
+    for each in runs:
+        came_to = ", ".join(f"{count} {outcome}" for outcome, count in sorted(each.outcomes.items()))
+        name = f"{each.run} (cancelled)" if each.cancelled else each.run
+        rows.append((name, each.began_at, each.by, each.letters, came_to or None))
+    return Output(runs, listed("run, began, by, letters, came to", rows, "no runs"))
 
 
-@dead.command("discard")
-@click.argument("ids", metavar="[ID]…", type=ID, nargs=-1)
-@_chosen
-@click.option("--all", "everything", is_flag=True, help="All of them.")
-@click.option("--redriven", is_flag=True, help="Also those that were redriven and have not failed again.")
-@click.option("--dry-run", is_flag=True, help="Only count; delete nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@deciding
-@database
-@as_json
-def dead_discard(
-    ids: tuple[int, ...],
-    everything: bool,
-    redriven: bool,
-    dry_run: bool,
-    yes: bool,
-    by: str,
-    as_json: bool,
-    **flags: Any,
-) -> None:
+@dead.verb("discard", ids, _chosen, _all, _redriven, uncounted, unasked, deciding)
+def dead_discard(given: Given) -> Output:
     """Delete dead letters for good.
 
     Their keys stay dead: if their messages come again, they do not run.
     """
-    filters = {name: flags[name] for name in _FILTERS}
-    need_choice(ids, filters, everything=everything, such_as="--handler and --reason")
-    given = dict(flags)
-    admin = _admin(flags)
+    need_choice(given, _FILTERS, _SUCH_AS)
+    admin = Admin(*given.database)
 
     async def choose() -> tuple[Which, int, int]:
-        which = await _which(admin, flags, ids=ids or None, redriven=redriven)
-        return which, *await admin.count(which)
+        which = await _which(admin, given, redriven=given.redriven)
+        letters, of_sagas = await admin.count(which)
+        await need_found(given, _FILTERS, letters, "dead letter")
+        return which, letters - of_sagas, of_sagas
 
-    which, letters, of_sagas = asyncio.run(choose())
-    _matched(letters, given, ids)
-    discarded = letters - of_sagas
-    if not dry_run:
-        if not yes and discarded:
+    which, discarded, of_sagas = asyncio.run(choose())
+    if not given.dry_run:
+        if not given.yes and discarded:
             click.confirm(f"delete {discarded} dead letters for good?", abort=True, err=True)
         with click.progressbar(length=discarded, label="discarding", file=sys.stderr) as bar:
-            discarded = asyncio.run(admin.discard(which, bar.update, by=by))
-    if as_json:
-        print_json({"discarded": discarded, "of_sagas": of_sagas, "dry_run": dry_run})
-        return
-    click.echo(f"{'would discard' if dry_run else 'discarded'}: {discarded} dead letters")
-    if of_sagas:
-        click.echo(
-            f"left: {of_sagas} of sagas that wait for a person: `idemconsumer sagas list --state dead`", err=True
-        )
-
-
-def _run_name() -> str:
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
+            discarded = asyncio.run(admin.discard(which, bar.update, by=given.by))
+    left = f"left: {of_sagas} of sagas that wait for a person: `idemconsumer sagas list --state dead`"
+    return Output(
+        {"discarded": discarded, "of_sagas": of_sagas, "dry_run": given.dry_run},
+        f"{'would discard' if given.dry_run else 'discarded'}: {discarded} dead letters",
+        [left] if of_sagas else [],
+    )

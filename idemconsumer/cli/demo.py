@@ -19,11 +19,13 @@ from typing import Any, Final
 import click
 import msgspec
 import psycopg
+from click import option
 from psycopg.conninfo import make_conninfo
 
 from idemconsumer.brokers.postgres import VISIBILITY, PostgresBroker
 from idemconsumer.cli.demo_app import LEDGER, PAUSE, QUEUE, Payment
-from idemconsumer.cli.options import as_json, print_json
+from idemconsumer.cli.options import as_json, count
+from idemconsumer.cli.verbs import Given, Output, verb
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.ports.broker import Outgoing
@@ -75,15 +77,15 @@ class Report(msgspec.Struct, frozen=True):
         return self.lost == 0 and self.twice == 0
 
 
-@click.command()
-@click.option(
-    "--messages", type=click.IntRange(1, 1_000_000), default=1_000, metavar="N", help="Payments.  [default: 1000]"
+@verb(
+    "demo",
+    count("--messages", "Payments.", 1_000),
+    count("--kills", "Workers to kill.", 5, least=0, most=50),
+    count("--workers", "Worker processes.", 2, most=16),
+    option("--seed", type=int, help="Random seed; it decides the duplicates."),
+    ends=as_json,
 )
-@click.option("--kills", type=click.IntRange(0, 50), default=5, metavar="N", help="Workers to kill.  [default: 5]")
-@click.option("--workers", type=click.IntRange(1, 16), default=2, metavar="N", help="Worker processes.  [default: 2]")
-@click.option("--seed", type=int, help="Random seed; it decides the duplicates.")
-@as_json
-def demo(messages: int, kills: int, workers: int, seed: int | None, as_json: bool) -> None:
+def demo(given: Given) -> Output:
     """Run a demonstration: payments arrive twice, workers are killed, each payment is applied once.
 
     Starts a throwaway Postgres, publishes N payments to its queue, about 30% of them twice, and kills workers with
@@ -97,29 +99,23 @@ def demo(messages: int, kills: int, workers: int, seed: int | None, as_json: boo
     Exit code 0: none lost, none twice. 1: some were, or the demo itself failed. 2: wrong usage, or Postgres cannot be
     started.
     """
-    seed = random.randrange(1_000_000) if seed is None else seed
+    seed = random.randrange(1_000_000) if given.seed is None else given.seed
     with ExitStack() as stack:
-        report = Demo(stack, random.Random(seed), messages, kills, workers, seed).run()
-    if as_json:
-        print_json(report)
-    else:
-        click.echo(verdict(report))
-    sys.exit(Exit.DONE if report.passed else Exit.ERROR)
+        report = Demo(stack, given.messages, given.kills, given.workers, seed).run()
+    return Output(report, verdict(report), code=Exit.DONE if report.passed else Exit.ERROR)
 
 
 class Demo:
     """One run. Whatever it starts ends with `stack`, and with this process too if that is killed."""
 
-    def __init__(
-        self, stack: ExitStack, chance: random.Random, messages: int, kills: int, workers: int, seed: int
-    ) -> None:
+    def __init__(self, stack: ExitStack, messages: int, kills: int, workers: int, seed: int) -> None:
         self._stack = stack
-        self._chance = chance
+        self._chance = random.Random(seed)
         self._messages = messages
         self._workers = workers
         self._seed = seed
         low, high = (share * messages for share in _KILLS_BETWEEN)
-        self._kills = sorted(chance.uniform(low, high) for _ in range(kills))  # payments applied before each
+        self._kills = sorted(self._chance.uniform(low, high) for _ in range(kills))  # payments applied before each
         self._killed = 0
         self._crew: list[subprocess.Popen[bytes]] = []
 

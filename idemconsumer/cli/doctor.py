@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from typing import Any
-
 import click
+from click import argument
 
 from idemconsumer.admin.doctor import Diagnosis, diagnose, pending
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.verbs import Given, Output, printable, verb
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.process.child import Exit
-from idemconsumer.settings import Settings, load
 
 _COLORS = {"note": "cyan", "warning": "yellow", "error": "red"}
 
 
-@click.command()
-@click.argument("target", metavar="[MODULE:APP]", required=False)
-@database
-@as_json
-def doctor(target: str | None, as_json: bool, **flags: Any) -> None:
+@verb("doctor", argument("target", metavar="[MODULE:APP]", required=False))
+async def doctor(given: Given) -> Output:
     """Report what is wrong in a running system, or will be, and what to do about it.
 
     Exit code 0: nothing is wrong; there may be notes. 1: something is wrong, or the database cannot be reached. 2:
@@ -33,25 +26,20 @@ def doctor(target: str | None, as_json: bool, **flags: Any) -> None:
     bloat, and tables that are larger than their rows. With MODULE:APP it also reports the warnings of `check`, such as
     brokers that keep messages longer than their records are kept.
     """
-    settings = load(**flags)
-    found = asyncio.run(_all(target, settings))
-    if as_json:
-        print_json(found)
-    else:
-        for each in found:
-            mark = click.style(each.level.ljust(8), fg=_COLORS[each.level])
-            click.echo(f"{mark} {printable(each.subject)}: {printable(each.text)}")
-        if not found:
-            click.echo("nothing found")
-    if any(each.level != "note" for each in found):
-        sys.exit(Exit.ERROR)
+    found = await _all(given)
+    lines = [
+        f"{click.style(each.level.ljust(8), fg=_COLORS[each.level])} {printable(f'{each.subject}: {each.text}')}"
+        for each in found
+    ]
+    wrong = any(each.level != "note" for each in found)
+    return Output(found, lines or "nothing found", code=Exit.ERROR if wrong else Exit.DONE)
 
 
-async def _all(target: str | None, settings: Settings) -> list[Diagnosis]:
-    if target is None:
-        lacking = await pending(need_dsn(settings), settings.schema)
+async def _all(given: Given) -> list[Diagnosis]:
+    if given.target is None:
+        lacking = await pending(*given.database)
         try:
-            return lacking + await diagnose(need_dsn(settings), settings.schema)
+            return lacking + await diagnose(*given.database)
         except ConfigurationError:
             if not lacking:
                 raise
@@ -59,8 +47,9 @@ async def _all(target: str | None, settings: Settings) -> list[Diagnosis]:
     from idemconsumer.cli.inspect import findings
     from idemconsumer.cli.target import load_app
 
-    app = load_app(target)
-    found = await diagnose(need_dsn(settings), settings.schema, app.name, app.sagas)
+    settings = given.settings
+    app = load_app(given.target)
+    found = await diagnose(*given.database, app.name, app.sagas)
     said = {each.subject for each in found}
     return found + [
         Diagnosis(level=each.level, subject=each.subject, text=each.text)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from idemconsumer.errors import ConfigurationError, IdemConsumerError, LockNotGiven, Replaced
@@ -14,7 +17,7 @@ from idemconsumer.redaction import error_text
 _CANNOT_WRITE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-def failure(error: Exception) -> tuple[str, Exit] | None:
+def _failure(error: Exception) -> tuple[str, Exit] | None:
     """What is said of it, and the exit code. None: nobody expected it."""
     if isinstance(error, ImportError):
         error = cannot_import("what idemconsumer needs", error)
@@ -31,6 +34,20 @@ def failure(error: Exception) -> tuple[str, Exit] | None:
     return (error_text(error), Exit.ERROR) if isinstance(error, psycopg.Error) else None
 
 
-def reports(error: Exception) -> bool:
+def _reports(error: Exception) -> bool:
     """Whether this process says it: of several workers that cannot start the first one, since they all fail alike."""
     return os.environ.get(WORKER, "0") == "0" or isinstance(error, Replaced)
+
+
+@contextmanager
+def in_one_line(say: Callable[[str, Exception], None]) -> Iterator[None]:
+    """What is expected of the block is said, and ends the process with its code."""
+    try:
+        yield
+    except Exception as error:
+        if (found := _failure(error)) is None:
+            raise
+        text, code = found
+        if _reports(error):
+            say(text, error)
+        sys.exit(code)

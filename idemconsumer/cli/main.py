@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from importlib import import_module
 from keyword import iskeyword
@@ -11,7 +10,7 @@ from typing import Any, Final
 
 import click
 
-from idemconsumer.cli.failures import failure, reports
+from idemconsumer.cli.failures import in_one_line
 from idemconsumer.cli.rights import remedy
 from idemconsumer.errors import Denied
 from idemconsumer.process.child import MEANINGS
@@ -30,7 +29,7 @@ VERBS: Final[Mapping[str, str]] = {
     "requests": "requests",
     "outbox": "outbox",
     "skip": "skip",
-    "kafka": "kafka",
+    "kafka": "skip",
     "sagas": "sagas",
     "status": "status",
     "top": "top",
@@ -74,20 +73,15 @@ class _Root(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except Exception as error:
-            if (found := failure(error)) is None:
-                raise
-            text, code = found
+        def say(text: str, error: Exception) -> None:
             if isinstance(error, Denied):
                 verb, word, *_ = ctx.meta[_WORDS]
-                text += (
-                    f"; {remedy(f'{verb} {word}' if isinstance(self.get_command(ctx, verb), click.Group) else verb)}"
-                )
-            if reports(error):
-                click.echo(f"error: {text}", err=True)
-            sys.exit(code)
+                command = f"{verb} {word}" if isinstance(self.get_command(ctx, verb), click.Group) else verb
+                text += f"; {remedy(command)}"
+            click.echo(f"error: {text}", err=True)
+
+        with in_one_line(say):
+            return super().invoke(ctx)
 
 
 def _is_utf8(argument: str) -> bool:

@@ -5,59 +5,51 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import click
 import psycopg
+from click import argument, option
 
 from idemconsumer.brokers.connecting import check_delay, connect, destination
 from idemconsumer.brokers.sendable import check_sendable
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json
+from idemconsumer.cli.options import count, database, uncounted
+from idemconsumer.cli.verbs import Given, Output, verb
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.ports.broker import Outgoing
-from idemconsumer.settings import Settings, load
+from idemconsumer.settings import Settings
 from idemconsumer.sql.queries import misconfigured, takes_no_writes
 from idemconsumer.worker.retention import prune_once
 
 _BATCH = 500  # messages between two steps of the progress bar
 
 
-@click.command()
-@click.argument("source", metavar="SOURCE")
-@click.argument("payload", required=False)
-@click.option("--file", "lines", type=click.File("rb"), help="One message per line; - is standard input.")
-@click.option("--key", help="Message id; in Kafka the record key. SQS FIFO queues drop a second message with it.")
-@click.option("--header", "headers", multiple=True, metavar="K=V", help="Can be given several times.")
-@click.option(
-    "--times", type=click.IntRange(1), default=1, metavar="N", help="Publish each message N times.  [default: 1]"
+@verb(
+    "publish",
+    argument("source", metavar="SOURCE"),
+    argument("payload", required=False),
+    option("--file", "lines", type=click.File("rb"), help="One message per line; - is standard input."),
+    option("--key", help="Message id; in Kafka the record key. SQS FIFO queues drop a second message with it."),
+    option("--header", "headers", multiple=True, metavar="K=V", help="Can be given several times."),
+    count("--times", "Publish each message N times.", 1, most=None),
+    option("--delay", metavar="TIME", default="0s", help="Delay the arrival, e.g. 10m; postgres: and sqs: only."),
+    ends=database,
 )
-@click.option("--delay", metavar="TIME", default="0s", help="Delay the arrival, e.g. 10m; postgres: and sqs: only.")
-@database
-def publish(
-    source: str,
-    payload: str | None,
-    lines: BinaryIO | None,
-    key: str | None,
-    headers: Sequence[str],
-    times: int,
-    delay: str,
-    **flags: Any,
-) -> None:
+async def publish(given: Given) -> Output:
     """Publish PAYLOAD, or the lines of a file, to SOURCE.
 
     SOURCE is kafka:topic, rabbitmq:queue, rabbitmq:exchange/routing.key, sqs:queue (a name, ARN or URL) or
     postgres:queue. A RabbitMQ queue with a / in its name is rabbitmq:/name. Returns once the broker has confirmed. The
     payload is sent unchanged.
     """
-    if (payload is None) == (lines is None):
+    if (given.payload is None) == (given.lines is None):
         raise click.UsageError("give either PAYLOAD or --file")
-    bodies = [payload.encode()] if payload is not None else _bodies(lines)
-    pairs = dict(_pair(header) for header in headers)
-    seconds = parse_duration(delay)
-    messages = [Outgoing(body, pairs, key, seconds) for body in bodies for _ in range(times)]
-    asyncio.run(_publish(source, messages, load(**flags)))
-    click.echo(f"published {len(messages)} to {source}")
+    bodies = _bodies(given.lines) if given.payload is None else [given.payload.encode()]
+    headers, delay = dict(map(_pair, given.headers)), parse_duration(given.delay)
+    messages = [Outgoing(body, headers, given.key, delay) for body in bodies for _ in range(given.times)]
+    await _publish(given.source, messages, given.settings)
+    return Output(text=f"published {len(messages)} to {given.source}")
 
 
 async def _publish(source: str, messages: Sequence[Outgoing], settings: Settings) -> None:
@@ -93,14 +85,10 @@ def _pair(header: str) -> tuple[str, str]:
     return name, value
 
 
-@click.command()
-@click.option("--dry-run", is_flag=True, help="Only count; delete nothing.")
-@database
-@as_json
-def prune(dry_run: bool, as_json: bool, **flags: Any) -> None:
+@verb("prune", uncounted)
+def prune(given: Given) -> Output:
     """Delete final records past their retention. Workers also do this every minute."""
-    settings = load(**flags)
-    dsn = need_dsn(settings)
+    dsn, schema = given.database
     with click.progressbar(length=1, label="pruning", file=sys.stderr) as bar:
 
         def progress(done: int, blocks: int) -> None:
@@ -108,14 +96,12 @@ def prune(dry_run: bool, as_json: bool, **flags: Any) -> None:
             bar.update(done - bar.pos)
 
         try:
-            pruned = asyncio.run(prune_once(dsn, settings.schema, dry_run=dry_run, progress=progress))
+            pruned = asyncio.run(prune_once(dsn, schema, dry_run=given.dry_run, progress=progress))
         except psycopg.Error as error:
-            if (cause := misconfigured(error, settings.schema) or takes_no_writes(error)) is not None:
+            if (cause := misconfigured(error, schema) or takes_no_writes(error)) is not None:
                 raise cause from error
             raise
-    if as_json:
-        print_json({"pruned": pruned, "dry_run": dry_run})
-    elif pruned is None:
-        click.echo("another process is pruning this schema", err=True)
-    else:
-        click.echo(f"{'would prune' if dry_run else 'pruned'} {pruned} records")
+    answer = {"pruned": pruned, "dry_run": given.dry_run}
+    if pruned is None:
+        return Output(answer, notes=["another process is pruning this schema"])
+    return Output(answer, f"{'would prune' if given.dry_run else 'pruned'} {pruned} records")

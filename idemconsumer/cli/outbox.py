@@ -3,192 +3,121 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import click
 import msgspec
+from click import option
 
-from idemconsumer.admin.outbox import Outbox, OutgoingDetail, Which
-from idemconsumer.cli.banner import table
-from idemconsumer.cli.letters import either, time_of
-from idemconsumer.cli.options import (
-    ANY_ID,
-    ID,
-    as_json,
-    database,
-    deciding,
-    need_choice,
-    need_dsn,
-    print_json,
-    printable,
-    say_left,
-)
+from idemconsumer.admin.outbox import Outbox, OutgoingDetail, OutgoingMessage, Which
+from idemconsumer.cli.choices import listing, need_choice, need_found, seconds
+from idemconsumer.cli.letters import either, in_words, multiline
+from idemconsumer.cli.options import deciding, flag, ids, limit, number, together, unasked, uncounted
+from idemconsumer.cli.verbs import Given, Output, Verbs, facts
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.handlers.durations import parse_duration
-from idemconsumer.process.child import Exit
-from idemconsumer.settings import load
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _ERROR_WIDTH = 60
 _CHOICES = ("destination", "key", "error", "since")
+_SUCH_AS = "--destination and --error"
+_SHOWN = ("id", "destination", "message_id", "key", "tries", "error", "created_at", "due_at", "parked_at")
 
-
-def _chosen(command: F) -> F:
-    """Options that choose messages."""
-    for option in reversed(
-        (
-            click.option("--destination", help="Only those to this destination, such as kafka:orders."),
-            click.option("--key", metavar="TEXT", help="Only those that were published with this key."),
-            click.option("--error", metavar="TEXT", help="Only those with this text in their error."),
-            click.option("--since", metavar="DURATION", help="Only those that were published in the last 2h, 7d, …"),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _which(flags: dict[str, Any], **more: Any) -> Which:
-    """From the options of `_chosen`, which it takes out of `flags`."""
-    given = {name: flags.pop(name) for name in _CHOICES}
-    since = given.pop("since")
-    return Which(**given, since=None if since is None else parse_duration(since), **more)
-
-
-def _outbox(flags: dict[str, Any]) -> Outbox:
-    settings = load(**flags)
-    return Outbox(need_dsn(settings), settings.schema)
-
-
-@click.group()
-def outbox() -> None:
-    """Outgoing messages: published with tx=, and not yet sent to their brokers."""
-
-
-@outbox.command("list")
-@_chosen
-@click.option("--parked", is_flag=True, help="Only those that their brokers refused, and that wait for a person.")
-@click.option("--after", type=ANY_ID, default=0, metavar="ID", help="Go on after this one; the last line names it.")
-@click.option(
-    "--limit", type=click.IntRange(1, 1_000_000), default=50, metavar="N", help="List at most N.  [default: 50]"
+_chosen = together(
+    option("--destination", help="Only those to this destination, such as kafka:orders."),
+    option("--key", metavar="TEXT", help="Only those that were published with this key."),
+    option("--error", metavar="TEXT", help="Only those with this text in their error."),
+    option("--since", metavar="DURATION", help="Only those that were published in the last 2h, 7d, …"),
 )
-@database
-@as_json
-def outbox_list(parked: bool, after: int, limit: int, as_json: bool, **flags: Any) -> None:
+
+
+def _which(given: Given, *, parked: bool = False) -> Which:
+    chosen = {name: getattr(given, name) for name in _CHOICES} | {"since": seconds(given.since)}
+    return Which(**chosen, ids=getattr(given, "ids", None) or None, parked=parked)
+
+
+outbox = Verbs("outbox", help="Outgoing messages: published with tx=, and not yet sent to their brokers.")
+
+
+@outbox.verb(
+    "list",
+    _chosen,
+    flag("--parked", help="Only those that their brokers refused, and that wait for a person."),
+    option(
+        "--after",
+        type=click.IntRange(0, 2**63 - 1),
+        default=0,
+        metavar="ID",
+        help="Go on after this one; the last line names it.",
+    ),
+    limit,
+)
+async def outbox_list(given: Given) -> Output:
     """List outgoing messages, oldest first."""
-    which = _which(flags, parked=parked)
-    found = asyncio.run(_outbox(flags).messages(which, after=after, limit=limit))
-    if as_json:
-        print_json(found)
-        return
-    rows: list[tuple[str, ...]] = [("id", "published", "destination", "key", "state", "tries", "error")]
+    which = _which(given, parked=given.parked)
+    found = await Outbox(*given.database).messages(which, after=given.after, limit=given.limit)
+    rows = []
     for each in found:
-        cells = (each.destination, each.key or "-", _state(each.parked_at, each.due_at), str(each.tries))
-        error = (each.error or "-")[:_ERROR_WIDTH]
-        rows.append((str(each.id), time_of(each.created_at), *map(printable, (*cells, error))))
-    click.echo(table(rows) if found else "no outgoing messages")
-    if len(found) == limit:
-        click.echo(f"there may be more: --after {found[-1].id}; `idemconsumer status` counts them all", err=True)
+        key, error = each.key or None, (each.error or "-")[:_ERROR_WIDTH]
+        rows.append((each.id, each.created_at, each.destination, key, _state(each), each.tries, error))
+    columns = "id, published, destination, key, state, tries, error"
+    more = "--after {0.id}; `idemconsumer status` counts them all"
+    return await listing(given, found, columns, rows, "no outgoing messages", more=more)
 
 
-@outbox.command("show")
-@click.argument("number", metavar="ID", type=ID)
-@database
-@as_json
-def outbox_show(number: int, as_json: bool, **flags: Any) -> None:
+@outbox.verb("show", number)
+async def outbox_show(given: Given) -> Output:
     """Show one outgoing message in full."""
-    if (found := asyncio.run(_outbox(flags).message(number))) is None:
-        raise ConfigurationError(f"there is no outgoing message {number}; it may have been sent")
-    if as_json:
-        print_json(_json(found))
-        return
-    for name in ("id", "destination", "message_id", "key", "tries", "error", "created_at", "due_at", "parked_at"):
-        if (value := getattr(found, name)) is not None:
-            click.echo(f"{name:<11} {printable(str(value))}")
-    for name, value in found.headers.items():
-        click.echo(f"header      {printable(name)}: {printable(_text(value))}")
-    click.echo(f"body        {found.size} bytes")
-    click.echo("\n".join(map(printable, _text(found.body).split("\n"))))
+    if (found := await Outbox(*given.database).message(given.number)) is None:
+        raise ConfigurationError(f"there is no outgoing message {given.number}; it may have been sent")
+    shown = [(name, value) for name in _SHOWN if (value := getattr(found, name)) is not None]
+    shown += [("header", f"{name}: {in_words(value)}") for name, value in found.headers.items()]
+    return Output(_json(found), [*facts([*shown, ("body", f"{found.size} bytes")]), multiline(in_words(found.body))])
 
 
-@outbox.command("retry")
-@click.argument("ids", metavar="[ID]…", type=ID, nargs=-1)
-@_chosen
-@click.option("--all", "everything", is_flag=True, help="All that were refused.")
-@deciding
-@database
-@as_json
-def outbox_retry(ids: tuple[int, ...], everything: bool, by: str, as_json: bool, **flags: Any) -> None:
+@outbox.verb("retry", ids, _chosen, flag("--all", "everything", help="All that were refused."), deciding)
+async def outbox_retry(given: Given) -> Output:
     """Send refused messages again, at once and with their full number of tries.
 
     Their message ids stay the same. A parked message goes out after the messages of its key that have overtaken it.
     """
-    need_choice(
-        ids, {name: flags[name] for name in _CHOICES}, everything=everything, such_as="--destination and --error"
-    )
-    which = _which(flags, ids=ids or None)
-    retried = asyncio.run(_outbox(flags).retry(which, by=by))
-    _matched(retried, ids, everything=everything)
-    if as_json:
-        print_json({"retried": retried})
-    else:
-        click.echo(f"to be sent again: {retried} messages")
+    need_choice(given, _CHOICES, _SUCH_AS)
+    which = _which(given)
+    retried = await Outbox(*given.database).retry(which, by=given.by)
+    await need_found(given, _CHOICES, retried, "outgoing message")
+    return Output({"retried": retried}, f"to be sent again: {retried} messages")
 
 
-@outbox.command("discard")
-@click.argument("ids", metavar="[ID]…", type=ID, nargs=-1)
-@_chosen
-@click.option("--all", "everything", is_flag=True, help="All that are parked.")
-@click.option("--waiting", is_flag=True, help="Also those that are not parked, and would still be sent.")
-@click.option("--dry-run", is_flag=True, help="Only count; delete nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@deciding
-@database
-@as_json
-def outbox_discard(
-    ids: tuple[int, ...],
-    everything: bool,
-    waiting: bool,
-    dry_run: bool,
-    yes: bool,
-    by: str,
-    as_json: bool,
-    **flags: Any,
-) -> None:
+@outbox.verb(
+    "discard",
+    ids,
+    _chosen,
+    flag("--all", "everything", help="All that are parked."),
+    flag("--waiting", help="Also those that are not parked, and would still be sent."),
+    uncounted,
+    unasked,
+    deciding,
+)
+def outbox_discard(given: Given) -> Output:
     """Delete parked messages for good; they are never sent."""
-    need_choice(
-        ids, {name: flags[name] for name in _CHOICES}, everything=everything, such_as="--destination and --error"
-    )
-    which, outbox = _which(flags, ids=ids or None, parked=not waiting), _outbox(flags)
-    discarded = asyncio.run(outbox.count(which))
-    _matched(discarded, ids, everything=everything)
-    if not dry_run:
-        if not yes and discarded:
+    need_choice(given, _CHOICES, _SUCH_AS)
+    which, outbox = _which(given, parked=not given.waiting), Outbox(*given.database)
+
+    async def count() -> int:
+        found = await outbox.count(which)
+        await need_found(given, _CHOICES, found, "outgoing message")
+        return found
+
+    discarded = asyncio.run(count())
+    if not given.dry_run:
+        if not given.yes and discarded:
             click.confirm(f"delete {discarded} outgoing messages for good?", abort=True, err=True)
-        discarded = asyncio.run(outbox.discard(which, by=by))
-    if as_json:
-        print_json({"discarded": discarded, "dry_run": dry_run})
-    else:
-        click.echo(f"{'would discard' if dry_run else 'discarded'}: {discarded} outgoing messages")
+        discarded = asyncio.run(outbox.discard(which, by=given.by))
+    return Output(
+        {"discarded": discarded, "dry_run": given.dry_run},
+        f"{'would discard' if given.dry_run else 'discarded'}: {discarded} outgoing messages",
+    )
 
 
-def _matched(messages: int, ids: tuple[int, ...], *, everything: bool) -> None:
-    """Exit 1 where something was chosen and nothing is there, as for dead letters."""
-    say_left(ids, messages, "outgoing message")
-    if not messages and not everything:
-        click.echo("no outgoing message is chosen by this", err=True)
-        sys.exit(Exit.ERROR)
-
-
-def _state(parked: object, due: object) -> str:
-    return "parked" if parked is not None else "waiting" if due is None else "later"
-
-
-def _text(value: str | bytes) -> str:
-    ((encoding, text),) = either(value).items()
-    return text if encoding == "text" else f"base64 {text}"
+def _state(of: OutgoingMessage) -> str:
+    return "parked" if of.parked_at is not None else "waiting" if of.due_at is None else "later"
 
 
 def _json(found: OutgoingDetail) -> dict[str, object]:

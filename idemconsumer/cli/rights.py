@@ -9,24 +9,15 @@ from typing import Final
 LEAST: Final[Mapping[str, Collection[str]]] = {
     "nobody": ("demo", "dev", "migrate grants", "migrate sql"),
     "reader": (
-        *("audit", "check", "doctor", "explain", "status", "top", "workers list", "migrate status", "requests list"),
-        *(
-            "dead export",
-            "dead groups",
-            "dead list",
-            "dead show",
-            "keys list",
-            "keys show",
-            "outbox list",
-            "outbox show",
-        ),
-        *("sagas export", "sagas list", "sagas show"),
+        "audit", "check", "doctor", "explain", "status", "top", "workers list", "migrate status", "requests list",
+        "dead export", "dead groups", "dead list", "dead show", "keys list", "keys show", "outbox list", "outbox show",
+        "sagas export", "sagas list", "sagas show",
     ),
     "producer": ("publish",),
     "purge": ("prune",),
     "front-door": ("keys forget", "requests release", "requests settle"),
     "owner": ("migrate up",),
-}
+}  # fmt: skip
 # Of these a reader may do the half that changes nothing.
 READS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("dead discard", "dead redrive", "outbox discard", "prune"), "with --dry-run"),

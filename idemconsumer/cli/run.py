@@ -6,19 +6,20 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click import argument, option
 
 from idemconsumer.addresses import listening_at
 from idemconsumer.brokers.last_will import leave_for, prepare_to_leave
-from idemconsumer.cli.failures import failure, reports
-from idemconsumer.cli.options import database
+from idemconsumer.cli.failures import in_one_line
+from idemconsumer.cli.options import database, flag, together
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.logs import log
 from idemconsumer.missing import cannot_import
@@ -31,28 +32,21 @@ from idemconsumer.settings import FORMATS, LEVELS, PREFIX, Settings, load, log_f
 if TYPE_CHECKING:
     from idemconsumer.observe.crew import Crew
 
-F = TypeVar("F", bound=Callable[..., Any])
 _FORMAT: Final = "idemconsumer.log_format"
 _RESTARTS: Final = 10
 
 
-def _worker_options(command: F) -> F:
-    for option in reversed(
-        (
-            click.option("--workers", type=int, metavar="N", help="Number of worker processes.  [default: 1]"),
-            click.option(
-                "--concurrency", type=int, metavar="N", help="Runs of a handler at a time in a process.  [default: 8]"
-            ),
-            click.option("--handlers", metavar="A,B", help="Run only these handlers of the app."),
-            click.option("--drain-timeout", type=float, metavar="S", help="Drain timeout in seconds.  [default: 20]"),
-            click.option("--log-format", type=click.Choice(FORMATS, case_sensitive=False), help="[default: auto]"),
-            click.option("--log-level", type=click.Choice(LEVELS, case_sensitive=False), help="[default: info]"),
-            click.option("--ops-port", metavar="[HOST:]PORT", help="Serve /metrics, /livez and /readyz there."),
-            click.option("--tracing", is_flag=True, default=None, help="Follow messages in OpenTelemetry's traces."),
-        )
-    ):
-        command = option(command)
-    return database(command)
+_worker_options = together(
+    database,
+    option("--workers", type=int, metavar="N", help="Number of worker processes.  [default: 1]"),
+    option("--concurrency", type=int, metavar="N", help="Runs of a handler at a time in a process.  [default: 8]"),
+    option("--handlers", metavar="A,B", help="Run only these handlers of the app."),
+    option("--drain-timeout", type=float, metavar="S", help="Drain timeout in seconds.  [default: 20]"),
+    option("--log-format", type=click.Choice(FORMATS, case_sensitive=False), help="[default: auto]"),
+    option("--log-level", type=click.Choice(LEVELS, case_sensitive=False), help="[default: info]"),
+    option("--ops-port", metavar="[HOST:]PORT", help="Serve /metrics, /livez and /readyz there."),
+    option("--tracing", is_flag=True, default=None, help="Follow messages in OpenTelemetry's traces."),
+)
 
 
 class _Service(click.Command):
@@ -75,15 +69,8 @@ class _Service(click.Command):
         if is_console(ctx.meta[_FORMAT], sys.stderr):
             return super().invoke(ctx)
         configure(ctx.meta[_FORMAT], "info", app=False)  # until the settings are read
-        try:
+        with in_one_line(lambda text, _: log.critical("cannot run", error=text)):
             return super().invoke(ctx)
-        except Exception as error:
-            if (found := failure(error)) is None:
-                raise
-            text, code = found
-            if reports(error):
-                log.critical("cannot run", error=text)
-            sys.exit(code)
 
 
 def _flag(words: Sequence[str]) -> str | None:
@@ -94,14 +81,14 @@ def _flag(words: Sequence[str]) -> str | None:
 
 
 @click.command(cls=_Service)
-@click.argument("target", metavar="MODULE:APP")
+@argument("target", metavar="MODULE:APP")
 @_worker_options
-@click.option("--until-empty", is_flag=True, default=None, help="Exit when every source is empty.")
-@click.option(
+@option("--until-empty", is_flag=True, default=None, help="Exit when every source is empty.")
+@option(
     "--max-restarts", type=click.IntRange(0), default=_RESTARTS, metavar="N", show_default=True,
     help="Crashes per worker allowed in ten minutes.",
 )  # fmt: skip
-@click.option("--reload", is_flag=True, help="Restart when a .py file in this folder tree changes.")
+@flag("--reload", help="Restart when a .py file in this folder tree changes.")
 def run(target: str, max_restarts: int, reload: bool, **flags: Any) -> None:
     """Run the handlers of an app until a signal stops them.
 
@@ -113,7 +100,7 @@ def run(target: str, max_restarts: int, reload: bool, **flags: Any) -> None:
 
 
 @click.command(cls=_Service)
-@click.argument("target", metavar="MODULE:APP")
+@argument("target", metavar="MODULE:APP")
 @_worker_options
 def dev(target: str, **flags: Any) -> None:
     """Migrate the database, then run with --reload.

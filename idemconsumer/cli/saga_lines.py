@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from datetime import datetime
+from typing import Final
 
 from idemconsumer.admin.hints import hint
 from idemconsumer.admin.saga_views import SagaDetail, SagaLine, StepLine
 from idemconsumer.admin.timeline import Event
+from idemconsumer.cli.verbs import SHORT, time_of
 
-SHORT: Final = 12  # hexadecimal digits of a key
+LINES: Final = "key, begun, handler, state, at, owner, attempt, error"
+EVENTS: Final = "at, what, owner, token, attempt, took, detail"
+STEPS: Final = "step, kind, state, attempts, token, started, ended, took, key"
 _ERROR_WIDTH: Final = 60
 
 
-def in_list(line: SagaLine) -> Iterator[str]:
-    yield line.key[:SHORT]
-    yield f"{line.started_at:%Y-%m-%d %H:%M:%S}"
-    yield line.handler
-    yield _state(line) + _waits(line)
-    yield line.recovery_point or "-"
-    yield _owner(line)
-    yield str(line.attempt)
-    yield (line.error or "")[:_ERROR_WIDTH]
+def in_list(line: SagaLine) -> tuple[object, ...]:
+    """A row of `LINES`."""
+    state, error = _state(line) + _waits(line), (line.error or "")[:_ERROR_WIDTH]
+    at = line.recovery_point or None
+    return line.key[:SHORT], line.started_at, line.handler, state, at, _owner(line), line.attempt, error
 
 
 def facts(detail: SagaDetail) -> Iterator[tuple[str, str]]:
@@ -58,33 +58,29 @@ def facts(detail: SagaDetail) -> Iterator[tuple[str, str]]:
         yield "what to do", hint(line.parked)
 
 
-def of_step(step: StepLine) -> Iterator[str]:
-    yield step.name
-    yield step.kind
-    yield step.state + (", overlapped" if step.overlapped else "") + (", has undo" if step.has_undo else "")
-    yield str(step.attempts)
-    yield str(step.token)
-    yield _time(step.started_at)
+def of_step(step: StepLine) -> tuple[object, ...]:
+    """A row of `STEPS`."""
+    state = step.state + (", overlapped" if step.overlapped else "") + (", has undo" if step.has_undo else "")
+    ended = None if step.finished_at is None else _time(step.finished_at)
     if step.state == "waiting" and step.until is not None:
-        yield f"by {_time(step.until)}"
-    else:
-        yield "-" if step.finished_at is None else _time(step.finished_at)
-    yield "-" if step.seconds is None else f"{step.seconds * 1000:.0f} ms"
-    yield (step.undo_key if step.state.startswith("und") else step.key) or "-"
+        ended = f"by {_time(step.until)}"
+    key = (step.undo_key if step.state.startswith("und") else step.key) or None
+    began, took = _time(step.started_at), _took(step.seconds)
+    return step.name, step.kind, state, step.attempts, step.token, began, ended, took, key
 
 
-def of_event(event: Event) -> Iterator[str]:
-    yield _time(event.at)
-    yield event.what
-    yield event.owner or "-"
-    yield "-" if event.token is None else str(event.token)
-    yield "-" if event.attempt is None else str(event.attempt)
-    yield "-" if event.seconds is None else f"{event.seconds * 1000:.0f} ms"
-    yield event.detail or "-"
+def of_event(event: Event) -> tuple[object, ...]:
+    """A row of `EVENTS`."""
+    at, took = _time(event.at), _took(event.seconds)
+    return at, event.what, event.owner or None, event.token, event.attempt, took, event.detail or None
 
 
-def _time(at: Any) -> str:
-    return f"{at:%Y-%m-%d %H:%M:%S}.{at.microsecond // 1000:03}"
+def _time(at: datetime) -> str:
+    return f"{time_of(at)}.{at.microsecond // 1000:03}"
+
+
+def _took(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{seconds * 1000:.0f} ms"
 
 
 def _state(line: SagaLine) -> str:
@@ -94,7 +90,7 @@ def _state(line: SagaLine) -> str:
 def _waits(line: SagaLine) -> str:
     if not line.waits or line.owner is not None or line.parked is not None:
         return ""
-    return f", {' and '.join(line.waits)} until {line.due:%Y-%m-%d %H:%M:%S}"
+    return f", {' and '.join(line.waits)} until {time_of(line.due)}"
 
 
 def _owner(line: SagaLine) -> str:

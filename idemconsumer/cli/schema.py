@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from functools import partial
 
 import click
+from click import option
 
-from idemconsumer.cli.options import Finite, as_json, database, need_dsn, print_json
+from idemconsumer.cli.options import Finite, database, flag
+from idemconsumer.cli.verbs import Given, Output, Verbs, need_dsn, print_json
 from idemconsumer.process.child import Exit
-from idemconsumer.settings import load
 from idemconsumer.sql.queries import check_schema
 from idemconsumer.stores import grants as rights
 from idemconsumer.stores import migrations
 from idemconsumer.stores.migrations import Migration
 
+_ROLES = {
+    "worker": ("Runs handlers, and every other command that changes something.", rights.worker),
+    "front-door": ("Answers requests in web processes; runs `prune` and `keys forget`.", rights.front_door),
+    "producer": ("Publishes to Postgres queues and sends signals; reads no message.", rights.producer),
+    "reader": ("Reads everything, payloads too; changes nothing.", rights.reader),
+    "purge": ("Runs `prune`; reads no results, and no messages but dead letters.", rights.purge),
+}
 
-@click.group()
-def migrate() -> None:
-    """Create or update the tables. Safe to run repeatedly and concurrently."""
+
+migrate = Verbs("migrate", help="Create or update the tables. Safe to run repeatedly and concurrently.")
 
 
-@migrate.command()
-@click.option(
-    "--wait",
-    type=Finite(0),
-    metavar="SECONDS",
-    help="Wait this long in total, for locks and for a database that takes no connections yet.  "
-    "[default: 300 for locks; a database that cannot be reached is an error at once]",
+@migrate.verb(
+    "up",
+    option(
+        "--wait",
+        type=Finite(0),
+        metavar="SECONDS",
+        help="Wait this long in total, for locks and for a database that takes no connections yet.  "
+        "[default: 300 for locks; a database that cannot be reached is an error at once]",
+    ),
 )
-@database
-@as_json
-def up(wait: float | None, as_json: bool, **flags: Any) -> None:
+def up(given: Given) -> Output:
     """Apply the pending migrations, each in one transaction. Workers may go on meanwhile.
 
     If others hold a lock, this tries to get it for a short time, again and again, and reports the holder on stderr.
@@ -43,31 +49,22 @@ def up(wait: float | None, as_json: bool, **flags: Any) -> None:
       2  wrong usage, missing rights, or an applied file has changed
       5  a lock was not granted in time; earlier migrations stay, and `up` can be run again
     """
-    settings = load(**flags)
+    dsn, schema = given.database
     done: list[Migration] = []
     try:
-        for each in migrations.apply(need_dsn(settings), settings.schema, wait=wait, say=_say):
+        for each in migrations.apply(dsn, schema, wait=given.wait, say=partial(click.echo, err=True)):
             done.append(each)
-            if not as_json:
+            if not given.as_json:
                 click.echo(f"applied {each}")
     except Exception:
-        if as_json and done:  # they stay
-            print_json([_row(each) for each in done])
+        if given.as_json and done:  # they stay
+            print_json(_rows(done))
         raise
-    if as_json:
-        print_json([_row(each) for each in done])
-    elif not done:
-        click.echo(f"schema {settings.schema} is up to date")
+    return Output(_rows(done), () if done else f"schema {schema} is up to date")
 
 
-def _say(text: str) -> None:
-    click.echo(text, err=True)
-
-
-@migrate.command()
-@database
-@as_json
-def status(as_json: bool, **flags: Any) -> None:
+@migrate.verb("status")
+def status(given: Given) -> Output:
     """List applied and pending migrations; changes nothing.
 
     \b
@@ -78,75 +75,44 @@ def status(as_json: bool, **flags: Any) -> None:
       5  migrations are pending
       6  none is pending, and the schema has migrations that this version does not know
     """
-    settings = load(**flags)
-    found = migrations.status(need_dsn(settings), settings.schema)
-    if as_json:
-        print_json([_row(each) for each in found])
-    else:
-        for each in found:
-            when = f"applied {each.applied_at:%Y-%m-%d %H:%M:%S %Z}" if each.applied_at else "pending"
-            click.echo(f"{each}  {when}{'' if each.known else ', by a later version'}")
-    if any(each.pending for each in found):
-        sys.exit(Exit.PENDING)
-    if not all(each.known for each in found):
-        sys.exit(Exit.NEWER)
+    found = migrations.status(*given.database)
+    lines = []
+    for each in found:
+        when = f"applied {each.applied_at:%Y-%m-%d %H:%M:%S %Z}" if each.applied_at else "pending"
+        lines.append(f"{each}  {when}{'' if each.known else ', by a later version'}")
+    newer = Exit.DONE if all(each.known for each in found) else Exit.NEWER
+    return Output(_rows(found), lines, code=Exit.PENDING if any(each.pending for each in found) else newer)
 
 
-@migrate.command()
-@click.option("--all", "everything", is_flag=True, help="Include applied migrations; needs no database.")
-@database
-def sql(everything: bool, **flags: Any) -> None:
+@migrate.verb("sql", flag("--all", "everything", help="Include applied migrations; needs no database."), ends=database)
+def sql(given: Given) -> None:
     """Print the SQL that `up` would run, to run it by hand."""
-    settings = load(**flags)
-    wanted = (
-        migrations.files()
-        if everything
-        else [each for each in migrations.status(need_dsn(settings), settings.schema) if each.pending]
-    )
+    settings = given.settings
+    known = migrations.files() if given.everything else migrations.status(need_dsn(settings), settings.schema)
+    wanted = [each for each in known if given.everything or each.pending]
     click.echo(migrations.script(wanted, settings.schema), nl=False)
 
 
-@migrate.command()
-@click.option("--worker", metavar="ROLE", help="Runs handlers, and every other command that changes something.")
-@click.option("--front-door", metavar="ROLE", help="Answers requests in web processes; runs `prune` and `keys forget`.")
-@click.option("--producer", metavar="ROLE", help="Publishes to Postgres queues and sends signals; reads no message.")
-@click.option("--reader", metavar="ROLE", help="Reads everything, payloads too; changes nothing.")
-@click.option("--purge", metavar="ROLE", help="Runs `prune`; reads no results, and no messages but dead letters.")
-@database
-def grants(
-    worker: str | None,
-    front_door: str | None,
-    producer: str | None,
-    reader: str | None,
-    purge: str | None,
-    **flags: Any,
-) -> None:
+@migrate.verb(
+    "grants", *(option(f"--{role}", metavar="ROLE", help=text) for role, (text, _) in _ROLES.items()), ends=database
+)
+def grants(given: Given) -> Output:
     """Print the SQL that gives roles the rights they need, and no others; runs nothing.
 
     Run that SQL as the role that migrates: once the schema exists, and again after each `migrate up`. It takes no
     rights away. No database is needed.
     """
-    schema = load(**flags).schema
+    schema = given.settings.schema
     check_schema(schema)
-    wanted = {
-        "worker": rights.worker(schema, worker) if worker else [],
-        "front door": rights.front_door(schema, front_door) if front_door else [],
-        "producer": rights.producer(schema, producer) if producer else [],
-        "reader": rights.reader(schema, reader) if reader else [],
-        "purge": rights.purge(schema, purge) if purge else [],
-    }
-    if not any(wanted.values()):
+    lines = list[str]()
+    for role, (_, statements) in _ROLES.items():
+        if name := getattr(given, role.replace("-", "_")):
+            lines += [f"-- {role.replace('-', ' ')}", *(f"{each};" for each in statements(schema, name))]
+    if not lines:
         raise click.UsageError("name a role: --worker, --front-door, --producer, --reader or --purge ROLE")
-    for kind, statements in wanted.items():
-        if statements:
-            click.echo("\n".join([f"-- {kind}", *(f"{statement};" for statement in statements)]))
+    return Output(text=lines)
 
 
-def _row(migration: Migration) -> dict[str, object]:
-    return {
-        "version": migration.version,
-        "name": migration.name,
-        "checksum": migration.checksum,
-        "applied_at": migration.applied_at,
-        "known": migration.known,
-    }
+def _rows(found: list[Migration]) -> list[dict[str, object]]:
+    names = ("version", "name", "checksum", "applied_at", "known")
+    return [{name: getattr(each, name) for name in names} for each in found]

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
-from typing import Any
+from typing import Any, Final, TypeAlias
 
-import click
+from click import argument
 
-from idemconsumer.admin.status import HandlerLine, Status, in_words
+from idemconsumer.admin.control import WorkerLine
+from idemconsumer.admin.status import (
+    HandlerLine,
+    Letters,
+    OutboxLine,
+    QueueLine,
+    RequestLine,
+    SagaStates,
+    Status,
+    in_words,
+)
 from idemconsumer.admin.status import status as read_status
-from idemconsumer.cli.banner import table
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.verbs import Given, Output, cell, table, verb
 from idemconsumer.rules.held_up import WORKS
-from idemconsumer.settings import load
 
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
+Row: TypeAlias = tuple[object, ...]
+Titled: TypeAlias = tuple[str, list[tuple[str, ...]]]
 
-@click.command()
-@click.argument("app", metavar="[APP]", required=False)
-@database
-@as_json
-def status(app: str | None, as_json: bool, **flags: Any) -> None:
+
+@verb("status", argument("app", metavar="[APP]", required=False))
+async def status(given: Given) -> Output:
     """Show the present state: handlers, Postgres queues, retries, sagas, dead letters, requests in leased mode,
     outgoing messages, workers.
 
@@ -30,26 +38,28 @@ def status(app: str | None, as_json: bool, **flags: Any) -> None:
     each queue, handler of sagas and reason. If there are more, the output says so; in JSON, `more` does. Messages that
     wait at Kafka, RabbitMQ and SQS are not known here.
     """
-    settings = load(**flags)
-    found = asyncio.run(read_status(need_dsn(settings), settings.schema, app))
-    if as_json:
-        print_json(found)
-        return
-    for title, rows in tables(found):
-        click.echo(f"{title}: none\n" if len(rows) == 1 else f"{title}\n{table(rows)}\n")
+    found = await read_status(*given.database, given.app)
+    return Output(found, shown(tables(found)))
 
 
-def tables(status: Status) -> list[tuple[str, list[tuple[str, ...]]]]:
+def shown(found: Iterable[Titled]) -> Iterator[str]:
+    """As text, each with its title."""
+    for title, rows in found:
+        yield f"{title}: none\n" if len(rows) == 1 else f"{title}\n{table(rows)}\n"
+
+
+def tables(status: Status) -> list[Titled]:
     """Each with a title; the first row says what its columns are."""
     return [
-        ("handlers", _handlers(status)),
-        ("queues in Postgres", _queues(status)),
-        ("sagas that have not ended", _sagas(status)),
-        ("dead letters that wait for a person", _letters(status)),
-        *([("requests in leased mode", _requests(status))] if status.requests else []),
-        *([("outgoing messages", _outbox(status))] if status.outbox else []),
-        ("workers", _workers(status)),
+        titled(title, columns, (row(each, status) for each in getattr(status, name)))
+        for name, title, columns, row in _TABLES
+        if getattr(status, name) or name not in ("requests", "outbox")
     ]
+
+
+def titled(title: str, columns: str, rows: Iterable[Row]) -> Titled:
+    """One of them, of values."""
+    return title, [tuple(columns.split(", ")), *(tuple(map(cell, row)) for row in rows)]
 
 
 def counted(count: int, most: int, more: bool) -> str:
@@ -71,76 +81,63 @@ def state_of(line: HandlerLine, at: datetime) -> str:
     return "; ".join(in_words(each, line, at) for each in line.conditions) or WORKS
 
 
-def _handlers(status: Status) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("handler", "sources", "workers", "lanes", "busy", "state")]
-    for each in status.handlers:
-        sources = ", ".join(each.sources) or "-"
-        cells = (f"{each.app}/{each.handler}", sources, str(each.workers), str(each.lanes), str(each.running))
-        rows.append(tuple(map(printable, (*cells, state_of(each, status.at)))))
-    return rows
+def _handler(each: HandlerLine, status: Status) -> Row:
+    name, sources = f"{each.app}/{each.handler}", ", ".join(each.sources) or None
+    return name, sources, each.workers, each.lanes, each.running, state_of(each, status.at)
 
 
-def _queues(status: Status) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        ("queue", "of", "read by", "waiting", "oldest", "in hand", "not due", "overdue"),
-    ]
-    for each in status.queues:
-        oldest = ago(each.oldest) if each.waiting else "-"
-        counts = (counted(each.in_hand, status.most, each.more), counted(each.delayed, status.most, each.more))
-        overdue = ago(each.overdue) if each.overdue else "-"
-        cells = (
-            each.name,
-            each.kind,
-            each.handler or "no worker",
-            counted(each.waiting, status.most, each.more),
-            oldest,
-        )
-        rows.append(tuple(map(printable, (*cells, *counts, overdue))))
-    return rows
+def _queue(each: QueueLine, status: Status) -> Row:
+    waiting, in_hand, delayed = _counts(status, each.more, each.waiting, each.in_hand, each.delayed)
+    oldest, overdue = ago(each.oldest) if each.waiting else None, ago(each.overdue) if each.overdue else None
+    return each.name, each.kind, each.handler or "no worker", waiting, oldest, in_hand, delayed, overdue
 
 
-def _sagas(status: Status) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        ("handler", "running", "waiting", "due", "for", "undoing", "for review", "oldest"),
-    ]
-    for each in status.sagas:
-        counts = [counted(n, status.most, each.more) for n in (each.running, each.waiting, each.due)]
-        more = [counted(n, status.most, each.more) for n in (each.undoing, each.review)]
-        oldest = "-" if each.oldest is None else f"{each.oldest:%Y-%m-%d %H:%M}"
-        cells = (f"{each.app}/{each.handler}", *counts, ago(each.overdue), *more, oldest)
-        rows.append(tuple(map(printable, cells)))
-    return rows
+def _saga(each: SagaStates, status: Status) -> Row:
+    running, waiting, due = _counts(status, each.more, each.running, each.waiting, each.due)
+    undoing, review = _counts(status, each.more, each.undoing, each.review)
+    oldest = None if each.oldest is None else f"{each.oldest:%Y-%m-%d %H:%M}"
+    return f"{each.app}/{each.handler}", running, waiting, due, ago(each.overdue), undoing, review, oldest
 
 
-def _letters(status: Status) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("reason", "letters", "newest")]
-    for each in status.letters:
-        rows.append((each.reason, counted(each.letters, status.most, each.more), f"{each.newest:%Y-%m-%d %H:%M:%S}"))
-    return rows
+def _letter(each: Letters, status: Status) -> Row:
+    return each.reason, *_counts(status, each.more, each.letters), each.newest
 
 
-def _requests(status: Status) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("route", "running", "lost", "oldest")]
-    for each in status.requests:
-        counts = [counted(n, status.most, each.more) for n in (each.running, each.lost)]
-        rows.append(tuple(map(printable, (f"{each.app}: {each.route}", *counts, f"{each.oldest:%Y-%m-%d %H:%M:%S}"))))
-    return rows
+def _request(each: RequestLine, status: Status) -> Row:
+    return f"{each.app}: {each.route}", *_counts(status, each.more, each.running, each.lost), each.oldest
 
 
-def _outbox(status: Status) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("destination", "waiting", "oldest", "later", "parked", "relayed", "error")]
-    for each in status.outbox:
-        counts = [counted(n, status.most, each.more) for n in (each.waiting, each.later, each.parked)]
-        relayed = "yes" if each.relayed else "by no worker"
-        cells = (each.destination, counts[0], ago(each.oldest), *counts[1:], relayed, (each.error or "-")[:60])
-        rows.append(tuple(map(printable, cells)))
-    return rows
+def _outgoing(each: OutboxLine, status: Status) -> Row:
+    waiting, later, parked = _counts(status, each.more, each.waiting, each.later, each.parked)
+    relayed, error = "yes" if each.relayed else "by no worker", (each.error or "-")[:60]
+    return each.destination, waiting, ago(each.oldest), later, parked, relayed, error
 
 
-def _workers(status: Status) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("id", "app", "host", "pid", "version", "state", "seen")]
-    for each in status.workers:
-        seen = "-" if each.id is None else f"{ago(each.unseen)} ago"
-        cells = (each.app, each.host, str(each.pid), each.version, each.state, seen)
-        rows.append(("-" if each.id is None else str(each.id), *map(printable, cells)))
-    return rows
+def _worker(each: WorkerLine, _: Status) -> Row:
+    seen = None if each.id is None else f"{ago(each.unseen)} ago"
+    return each.id, each.app, each.host, each.pid, each.version, each.state, seen
+
+
+def _counts(status: Status, more: bool, *counts: int) -> Iterator[str]:
+    return (counted(count, status.most, more) for count in counts)
+
+
+_TABLES: Final[tuple[tuple[str, str, str, Callable[[Any, Status], Row]], ...]] = (
+    ("handlers", "handlers", "handler, sources, workers, lanes, busy, state", _handler),
+    (
+        "queues",
+        "queues in Postgres",
+        "queue, of, read by, waiting, oldest, in hand, not due, overdue",
+        _queue,
+    ),
+    (
+        "sagas",
+        "sagas that have not ended",
+        "handler, running, waiting, due, for, undoing, for review, oldest",
+        _saga,
+    ),
+    ("letters", "dead letters that wait for a person", "reason, letters, newest", _letter),
+    ("requests", "requests in leased mode", "route, running, lost, oldest", _request),
+    ("outbox", "outgoing messages", "destination, waiting, oldest, later, parked, relayed, error", _outgoing),
+    ("workers", "workers", "id, app, host, pid, version, state, seen", _worker),
+)

@@ -13,52 +13,50 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, Final
 
-import click
+from click import argument, option
 
 from idemconsumer.admin.control import WorkerLine
 from idemconsumer.admin.status import Status
 from idemconsumer.admin.status import status as read_status
-from idemconsumer.cli.banner import table
-from idemconsumer.cli.options import Finite, database, need_dsn, printable
-from idemconsumer.cli.status import counted, state_of, tables
+from idemconsumer.cli.options import Finite, database, flag
+from idemconsumer.cli.status import Titled, counted, shown, state_of, tables, titled
+from idemconsumer.cli.verbs import Given, Output, verb
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
 from idemconsumer.missing import cannot_import
 from idemconsumer.redaction import error_text
-from idemconsumer.settings import load
 
 _FAILURES: Final = ("retrying", "failed", "dead", "conflict")
 _MOST: Final = 1_000  # rows, where `status` reads ten times as many
 _SHORTEST: Final = 1.0  # seconds between two words of a worker, of which a rate is made
 
-Tables = list[tuple[str, list[tuple[str, ...]]]]
 Look = Callable[[], Awaitable[Status]]
 
 
-@click.command()
-@click.argument("app", metavar="[APP]", required=False)
-@click.option("--interval", type=Finite(0.5), default=2.0, metavar="S", help="Seconds between updates.  [default: 2]")
-@click.option("--once", is_flag=True, help="Print it once, as plain text.")
-@database
-def top(app: str | None, interval: float, once: bool, **flags: Any) -> None:
+@verb(
+    "top",
+    argument("app", metavar="[APP]", required=False),
+    option("--interval", type=Finite(0.5), default=2.0, metavar="S", help="Seconds between updates.  [default: 2]"),
+    flag("--once", help="Print it once, as plain text."),
+    ends=database,
+)
+async def top(given: Given) -> Output | None:
     """Watch handlers, queues, sagas, dead letters and workers live; q ends it.
 
     DONE/S counts deliveries with an outcome, and FAILED/S those that failed. Workers record their counts every twelve
     seconds, so these are averages over the last twelve seconds, or since a worker began. LAG counts messages that wait
     in Postgres queues and at brokers. Workers ask the brokers only with --ops-port; otherwise LAG has a question mark.
     """
-    settings = load(**flags)
-    dsn = need_dsn(settings)
+    dsn, schema = given.database
 
     async def look() -> Status:
-        return await read_status(dsn, settings.schema, app, most=_MOST)
+        return await read_status(dsn, schema, given.app, most=_MOST)
 
-    if once:
-        for title, rows in screen(asyncio.run(look()), Rates()):
-            click.echo(f"{title}: none\n" if len(rows) == 1 else f"{title}\n{table(rows)}\n")
-        return
+    if given.once:
+        return Output(text=shown(screen(await look(), Rates())))
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigurationError("top needs a terminal; write --once, or use `idemconsumer status --json`")
-    asyncio.run(_live(look, interval))
+    await _live(look, given.interval)
+    return None
 
 
 class Rates:
@@ -92,7 +90,7 @@ def _per_second(now: Mapping[str, int], before: Mapping[str, int], seconds: floa
     return sum(more.values()) / seconds, sum(more.get(kind, 0) for kind in _FAILURES) / seconds
 
 
-def screen(status: Status, rates: Rates) -> Tables:
+def screen(status: Status, rates: Rates) -> list[Titled]:
     """The tables of `status`, with rates and lag for each handler."""
     _, *others = tables(status)
     per_second = rates.of(status.workers)
@@ -102,16 +100,17 @@ def screen(status: Status, rates: Rates) -> Tables:
         if queue.handler is not None:
             lags[queue.handler] += queue.waiting
             unread[queue.handler] |= queue.more
-    rows: list[tuple[str, ...]] = [("handler", "done/s", "failed/s", "lag", "busy", "workers", "state")]
+    rows = []
     for each in status.handlers:
         name = f"{each.app}/{each.handler}"
         done, failed = per_second.get((each.app, each.handler), (0.0, 0.0))
         lag = counted(lags[name] + sum(its.messages for its in each.lag.values()), status.most, unread[name])
         if any(source not in each.lag and not source.startswith("postgres:") for source in each.sources):
             lag += " + ?"
-        cells = (f"{done:,.1f}", f"{failed:,.1f}", lag, f"{each.running}/{each.lanes}")
-        rows.append(tuple(map(printable, (name, *cells, str(each.workers), state_of(each, status.at)))))
-    return [(f"handlers, {status.at:%Y-%m-%d %H:%M:%S %Z}", rows), *others]
+        busy, state = f"{each.running}/{each.lanes}", state_of(each, status.at)
+        rows.append((name, f"{done:,.1f}", f"{failed:,.1f}", lag, busy, each.workers, state))
+    title = f"handlers, {status.at:%Y-%m-%d %H:%M:%S %Z}"
+    return [titled(title, "handler, done/s, failed/s, lag, busy, workers, state", rows), *others]
 
 
 async def _live(look: Look, interval: float) -> None:
@@ -122,7 +121,7 @@ async def _live(look: Look, interval: float) -> None:
     except ImportError as missing:
         raise cannot_import("what `top` needs without --once", missing) from missing
 
-    def shown(found: Tables, error: str) -> Group:
+    def drawn(found: list[Titled], error: str) -> Group:
         parts: list[Any] = []
         for title, (first, *rows) in found:
             made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
@@ -133,7 +132,7 @@ async def _live(look: Look, interval: float) -> None:
             parts += [made, ""]
         return Group(*parts, error or "q: quit")
 
-    rates, found, ended = Rates(), Tables(), asyncio.Event()
+    rates, found, ended = Rates(), list[Titled](), asyncio.Event()
     with _keys(ended), Live(screen=True, auto_refresh=False) as live:
         while not ended.is_set():
             error = ""
@@ -141,7 +140,7 @@ async def _live(look: Look, interval: float) -> None:
                 found = screen(await look(), rates)
             except IdemConsumerError as away:  # what was seen last stays
                 error = error_text(away)
-            live.update(shown(found, error), refresh=True)
+            live.update(drawn(found, error), refresh=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval):
                     await ended.wait()

@@ -21,7 +21,7 @@ from psycopg.conninfo import make_conninfo
 
 from idemconsumer.brokers.connecting import connect
 from idemconsumer.cli.main import main
-from idemconsumer.cli.options import printable
+from idemconsumer.cli.verbs import printable
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.delivered import encode_delivered
 from idemconsumer.message.message import Message

@@ -1,0 +1,153 @@
+"""What every verb is: its words, and a function from what was typed to an answer, which is printed here.
+
+A function that asks somebody before it goes on is no coroutine: Ctrl-C would not reach a question inside a loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from inspect import iscoroutine
+from types import SimpleNamespace
+from typing import Any, Final, TypeAlias
+
+import click
+import msgspec
+
+from idemconsumer.cli.options import Words, as_json, database, together
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.process.child import Exit
+from idemconsumer.settings import Settings, load
+
+_WIDEST = 100  # characters of a cell
+SHORT: Final = 12  # digits of a stored key that a person reads
+
+
+class Given(SimpleNamespace):
+    """What was typed, by the names of its parameters."""
+
+    @cached_property
+    def settings(self) -> Settings:
+        """With those that are among the parameters."""
+        return load(**{name: value for name, value in vars(self).items() if name in Settings.__struct_fields__})
+
+    @property
+    def database(self) -> tuple[str, str]:
+        """Its address and the schema, as all of `admin` takes them; or a ConfigurationError that says what to write."""
+        return need_dsn(self.settings), self.settings.schema
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a verb has to say: `json` with --json, else `text` and, on stderr, `notes`. `warnings` go there in any case;
+    `code` is what the process ends with."""
+
+    json: object = None
+    text: str | Iterable[str] = ()
+    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    code: Exit = Exit.DONE
+
+
+Act: TypeAlias = Callable[[Given], Awaitable[Output | None] | Output | None]
+
+
+class Verbs(click.Group):
+    """Verbs of one subject."""
+
+    def verb(self, name: str, *words: Words, ends: Words | None = None) -> Callable[[Act], click.Command]:
+        """See `verb`."""
+
+        def made(act: Act) -> click.Command:
+            command = verb(name, *words, ends=ends)(act)
+            self.add_command(command)
+            return command
+
+        return made
+
+
+def verb(name: str, *words: Words, ends: Words | None = None) -> Callable[[Act], click.Command]:
+    """A command with these arguments and options, in this order; it `ends` with --dsn, --schema and --json, or with
+    what is given. A function that has printed all itself answers None."""
+
+    def made(act: Act) -> click.Command:
+        def command(**given: Any) -> None:
+            typed = Given(**given)
+            answer = act(typed)
+            if iscoroutine(answer):
+                answer = asyncio.run(answer)
+            if isinstance(answer, Output):
+                _print(answer, as_json=getattr(typed, "as_json", False))
+
+        return click.command(name, help=act.__doc__)(together(*words, ends or together(database, as_json))(command))
+
+    return made
+
+
+def _print(answer: Output, *, as_json: bool) -> None:
+    if as_json:
+        print_json(answer.json)
+    else:
+        for line in [answer.text] if isinstance(answer.text, str) else answer.text:
+            click.echo(line)
+    for line in (*(() if as_json else answer.notes), *answer.warnings):
+        click.echo(line, err=True)
+    if answer.code is not Exit.DONE:
+        sys.exit(answer.code)
+
+
+def print_json(value: object) -> None:
+    """One JSON document on stdout."""
+    click.echo(msgspec.json.encode(value).decode())
+
+
+def need_dsn(settings: Settings) -> str:
+    """The database's address, or a ConfigurationError that says how to give it."""
+    if settings.dsn is None:
+        raise ConfigurationError(
+            "no database is given; set IDEMCONSUMER_DSN, or write --dsn postgresql://user@host:5432/name"
+        )
+    return settings.dsn
+
+
+# ---------------------------------------------------------------------------------------------------- values as text
+def listed(columns: str, rows: Iterable[Iterable[object]], none: str) -> Iterator[str]:
+    """A table with these columns, named between commas; or that there is none. Made when it is printed."""
+    lines = [tuple(map(cell, row)) for row in rows]
+    yield table([columns.split(", "), *lines]) if lines else none
+
+
+def cell(value: object) -> str:
+    """Of a table, or one fact."""
+    return "-" if value is None else time_of(value) if isinstance(value, datetime) else printable(str(value))
+
+
+def facts(found: Iterable[tuple[str, object]]) -> Iterator[str]:
+    """A line for each, by name."""
+    for name, value in found:
+        yield f"{name:<11} {printable(str(value))}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns, the first one in capitals. What would make one of them wide is cut, but for the last column;
+    `--json` has all of it."""
+    rows = [
+        [*(text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…" for text in row[:-1]), row[-1]] for row in rows
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [[text.upper() for text in rows[0]], *rows[1:]]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def time_of(at: datetime) -> str:
+    """To the second."""
+    return f"{at:%Y-%m-%d %H:%M:%S}"
+
+
+def printable(text: str) -> str:
+    """Text from elsewhere that cannot steer a terminal: what is not printable is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
