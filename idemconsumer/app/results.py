@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Final
 
 from idemconsumer.errors import StoreUnavailable
+from idemconsumer.rules.backoff import backoff
 from idemconsumer.rules.values import ENDED, Record
 from idemconsumer.user_code.cancellation import end
 
@@ -50,11 +51,11 @@ class Results:
             await end(self._poller)
 
     async def _poll(self) -> None:
-        pause = _FIRST
+        in_vain = 0
         while self._waiting:
             ended = await self._look(list(self._waiting))
-            came = await self._pause(pause)
-            pause = _FIRST if came or ended else min(pause * 2, _LAST)
+            came = await self._pause(backoff(in_vain + 1, first=_FIRST, cap=_LAST))
+            in_vain = 0 if came or ended else in_vain + 1
 
     async def _look(self, keys: Sequence[bytes]) -> bool:
         records: list[Record | None] = []

@@ -22,6 +22,7 @@ import psycopg
 
 from idemconsumer.brokers.listening import Connection, Listening
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
+from idemconsumer.rules.backoff import backoff
 from idemconsumer.user_code.cancellation import end
 
 FEW_LANES: Final = 4  # of a queue; with fewer the next message may find all of them taken
@@ -92,8 +93,8 @@ class Waking:
 
     async def _run(self) -> None:
         with contextlib.suppress(SessionEnded):
-            for tries in count():
-                pause = min(_LEAD, _FIRST * 2.0 ** min(tries, 9)) * random.uniform(0.5, 1.5)
+            for tries in count(1):
+                pause = backoff(tries, first=_FIRST, cap=_LEAD) * random.uniform(0.5, 1.5)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await self._seen.wait()

@@ -17,6 +17,7 @@ from idemconsumer.http.problems import Outages
 from idemconsumer.logs import log
 from idemconsumer.ports.requests import Running
 from idemconsumer.ports.store import Claim
+from idemconsumer.rules.backoff import backoff
 from idemconsumer.rules.values import Record
 from idemconsumer.rules.verdicts import Verdict, judge
 
@@ -35,7 +36,7 @@ class Door:
         """The answer to one request. Its store is opened, and then `claimed` hashes its key (R39). Raises what the
         application raises."""
         loop, claim, outages = asyncio.get_running_loop(), None, self._joined if policy.tx else self._leased
-        until, pause, doubts = loop.time() + policy.wait, _FIRST_PAUSE, 0
+        until, looks, doubts = loop.time() + policy.wait, 0, 0
         while True:
             try:
                 mode: Mode = await (self._opened.joined() if policy.tx else self._opened.leased())
@@ -59,8 +60,9 @@ class Door:
                 return answer
             if (left := until - loop.time()) <= 0:
                 return refusal(problems.OUTCOME_UNKNOWN if doubts else problems.IN_PROGRESS)
+            looks += 1
+            pause = backoff(looks, first=_FIRST_PAUSE, cap=_LONGEST_PAUSE)
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
-            pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def answer_without_key(self, policy: Policy, run: Run) -> Answer:
         """That to a request of which nothing is stored, so a COMMIT without an answer cannot be asked for (H16)."""

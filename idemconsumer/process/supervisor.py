@@ -25,6 +25,7 @@ from idemconsumer.process import last_words, pulse, telling
 from idemconsumer.process.child import GRACE, LIFELINE, STOP_NOW, WORKER, Exit
 from idemconsumer.process.notify import ServiceManager
 from idemconsumer.process.pulse import Watch
+from idemconsumer.rules.backoff import backoff
 from idemconsumer.user_code.cancellation import end
 
 if TYPE_CHECKING:
@@ -48,16 +49,17 @@ class Restarts:
 
     limit: int
     crashes: tuple[float, ...] = ()
-    pause: float = 0.0
+    soon: int = 0  # in a row, each after a life that was not steady
 
     def crashed(self, now: float, lived: float) -> Restarts:
         """The state after a crash at `now` of a process that had lived `lived` seconds."""
         recent = tuple(at for at in self.crashes if now - at < _WINDOW)
-        if not self.crashes or lived >= _STEADY:
-            pause = 0.0
-        else:
-            pause = min(max(_FIRST_PAUSE, self.pause * 2), _LONGEST_PAUSE)
-        return Restarts(self.limit, (*recent, now), pause)
+        soon = self.soon + 1 if self.crashes and lived < _STEADY else 0
+        return Restarts(self.limit, (*recent, now), soon)
+
+    @property
+    def pause(self) -> float:
+        return backoff(self.soon, first=_FIRST_PAUSE, cap=_LONGEST_PAUSE) if self.soon else 0.0
 
     @property
     def exhausted(self) -> bool:

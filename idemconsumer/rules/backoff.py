@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.rules.verdicts import backoff
 
 MAX_UNSETTLED: Final = 30.0  # seconds that a message may pause at its broker, in its place in an order
 _MAX_UNSETTLED_IN_ALL: Final = 15 * 60.0  # RabbitMQ closes a channel that leaves a delivery unacked for 30 minutes
+
+
+def backoff(attempt: int, *, first: float, cap: float, factor: float = 2.0, jitter: float = 0.0) -> float:
+    """Seconds before the attempt after `attempt` (from 1). `jitter` in [0, 1) takes off up to a quarter."""
+    return float(min(cap, first * factor ** min(attempt - 1, 64)) * (1 - jitter / 4))
 
 
 @dataclass(frozen=True, slots=True)

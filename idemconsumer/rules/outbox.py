@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from idemconsumer.rules.verdicts import backoff
+from idemconsumer.rules.backoff import backoff
 
 TRIES: Final = 8  # that a broker has, about a minute, until a message waits for a person
 _LONGEST: Final = 30.0  # seconds between two tries
@@ -16,7 +16,7 @@ def next_try(tries: int) -> float | None:
     """Seconds until the next one, after so many that were refused; None: there is none, it is parked (X5)."""
     if tries >= TRIES:
         return None
-    return backoff(tries, first=0.5, factor=2.0, cap=_LONGEST, jitter=0.0)
+    return backoff(tries, first=0.5, cap=_LONGEST)
 
 
 def holdable(destination: str, order: str | None) -> bool:
@@ -26,7 +26,7 @@ def holdable(destination: str, order: str | None) -> bool:
 
 def next_look(failures: int, jitter: float) -> float:
     """Seconds to leave a destination alone that was away so many times in a row (X6)."""
-    return backoff(failures, first=0.25, factor=2.0, cap=_LONGEST, jitter=jitter)
+    return backoff(failures, first=0.25, cap=_LONGEST, jitter=jitter)
 
 
 def waves(orders: Sequence[str | None]) -> list[list[int]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from idemconsumer.message.replies import Address
+from idemconsumer.rules.backoff import backoff
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 
 COMPLETED: Final = "completed"
@@ -49,4 +50,4 @@ def reply_id(key: bytes, address: Address, answer: Answer) -> str:
 
 def pause_after(failures: int, chance: float) -> float:
     """Seconds until a reply is tried again that could not be sent so many times. `chance` in [0, 1)."""
-    return float(min(LONGEST_PAUSE, 0.25 * 2 ** min(failures, 10)) * (1 - chance / 4))
+    return backoff(failures, first=0.5, cap=LONGEST_PAUSE, jitter=chance)

@@ -12,6 +12,7 @@ from typing import Final
 
 from idemconsumer.errors import Reject, Retry
 from idemconsumer.redaction import error_text
+from idemconsumer.rules.backoff import backoff
 from idemconsumer.rules.values import Found, Mark, Outcome, OutcomeKind, Record, State
 
 MAX_CONTENTION: Final = 3_600.0  # seconds of nothing but collisions, until a person is to look (B15)
@@ -118,9 +119,4 @@ def contention_pause(collisions: int, chance: float) -> float:
     Short at first, since a hot row is free again within milliseconds; a lock that is held for minutes is asked for less
     and less often.
     """
-    return float(min(15.0, 0.02 * 1.2 ** min(collisions, 50)) * (1 + chance))
-
-
-def backoff(attempt: int, *, first: float, factor: float, cap: float, jitter: float) -> float:
-    """Seconds before the attempt after `attempt` (from 1). `jitter` in [0, 1) takes off up to a quarter."""
-    return float(min(cap, first * factor ** min(attempt - 1, 64)) * (1 - jitter / 4))
+    return backoff(collisions, first=0.024, factor=1.2, cap=15.0) * (1 + chance)

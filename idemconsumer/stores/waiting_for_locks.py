@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import psycopg
 
 from idemconsumer.errors import ConfigurationError, LockNotGiven, StoreUnavailable
-from idemconsumer.rules.verdicts import backoff
+from idemconsumer.rules.backoff import backoff
 
 T = TypeVar("T")
 

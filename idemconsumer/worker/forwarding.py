@@ -18,8 +18,8 @@ from idemconsumer.message.replies import MESSAGE_ID
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.ports.observer import Point
 from idemconsumer.redaction import error_text
+from idemconsumer.rules.backoff import backoff
 from idemconsumer.rules.session_pause import SOON
-from idemconsumer.rules.verdicts import backoff
 from idemconsumer.stores.pool import Pool
 from idemconsumer.user_code.cancellation import ends_this_task
 
@@ -140,7 +140,7 @@ class Forwarder:
         """Until this process has written a letter, or others may have left one. While nothing can be sent a new letter
         is no reason to try sooner."""
         failures = self._failures
-        seconds = backoff(failures, first=1.0, factor=2.0, cap=_LONGEST, jitter=0.0) if failures else _SWEEP
+        seconds = backoff(failures, first=1.0, cap=_LONGEST) if failures else _SWEEP
         seconds = min(longest, seconds)
         try:
             async with asyncio.timeout(seconds * random.uniform(0.75, 1.0)):
@@ -163,7 +163,7 @@ class Forwarder:
         except BaseException as error:
             if ends_this_task(error):
                 raise
-            after = backoff(max(row[0] for row in rows), first=0.5, factor=2.0, cap=_LONGEST, jitter=0.0)
+            after = backoff(max(row[0] for row in rows), first=0.5, cap=_LONGEST)
             await self._pool.alone("forward_later", _named(letters) | {"after": after})
             raise
         self._at(Point.FORWARDED, self._handlers[0], ())

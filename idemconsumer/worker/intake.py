@@ -24,6 +24,7 @@ from idemconsumer.message import keys
 from idemconsumer.ports.broker import Delivery
 from idemconsumer.ports.observer import Observer, Point
 from idemconsumer.ports.store import Claim
+from idemconsumer.rules.backoff import backoff
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.readings import PostgresReading
 from idemconsumer.worker.outage import Outage
@@ -85,7 +86,7 @@ class Intake:
             del part[:read]
             in_vain = 0 if read else in_vain + 1
             if in_vain:  # a rival reads a copy of the first one, or the same one: its end shows what it is
-                await asyncio.sleep(min(1.0, 0.05 * 2 ** min(in_vain, 5)) * random.uniform(0.5, 1.0))
+                await asyncio.sleep(backoff(in_vain, first=0.1, cap=1.0) * random.uniform(0.5, 1.0))
 
     async def _together(self, part: Sequence[Delivery], waiting: list[Delivery]) -> tuple[int, bool]:
         """Read up to the first one that was begun before: how many these are, and whether its reader is gone."""

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
+from idemconsumer.rules.backoff import backoff
 from idemconsumer.rules.values import Outcome
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.stores.sharing import PARTY
@@ -77,22 +78,19 @@ class WaitingRoom:
 
     async def work(self) -> None:
         PARTY.set(self._handler.name)
-        pause = _FIRST
+        in_vain = 0  # rounds
         while not self._in_hand.draining:
             if not self._deliveries:
-                pause = _FIRST
+                in_vain = 0
                 self._wake.clear()
                 await self._wake.wait()
                 continue
             with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
+                async with asyncio.timeout(backoff(in_vain + 1, first=_FIRST, cap=_LAST)):
                     while not self._in_hand.draining:
                         self._wake.clear()
                         await self._wake.wait()
-            if self._at_rest:
-                pause = _LAST
-            else:
-                pause = _FIRST if await self._claim_again() else min(pause * 2, _LAST)
+            in_vain = in_vain + 1 if self._at_rest or not await self._claim_again() else 0
 
     @property
     def _at_rest(self) -> bool:

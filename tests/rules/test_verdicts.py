@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from idemconsumer.message.message import StoredResult
+from idemconsumer.rules.backoff import backoff
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import (
     Failure,
     Settlement,
     Verdict,
     after_failure,
-    backoff,
     judge,
     settle,
 )

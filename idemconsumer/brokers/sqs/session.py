@@ -19,6 +19,7 @@ from idemconsumer.errors import SessionEnded
 from idemconsumer.logs import log
 from idemconsumer.message.queues import DEDUPLICATION_ID, GROUP
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Lag
+from idemconsumer.rules.backoff import backoff
 from idemconsumer.user_code.cancellation import end
 
 # Seconds that a poll waits at the broker. A drain waits for it too (A1), since what a cancelled poll was about to
@@ -275,7 +276,7 @@ class SqsSession:
             log.warning("sqs throttles, backing off", queue=self._queue.name)
         self._throttled = asyncio.get_running_loop().time()
         first, longest = _BACKOFF
-        await asyncio.sleep(min(longest, first * 2 ** min(failures - 1, 8)) * random.uniform(0.5, 1.0))
+        await asyncio.sleep(backoff(failures, first=first, cap=longest) * random.uniform(0.5, 1.0))
 
     def _eased(self) -> None:
         # Not at the first success: some requests pass while others are throttled, and it would be logged all the time.
