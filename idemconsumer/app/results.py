@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
+from idemconsumer.duty import Duty, within
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.rules.backoff import backoff
 from idemconsumer.rules.values import ENDED, Record
-from idemconsumer.user_code.cancellation import end
 
 _FIRST: Final = 0.05  # seconds between two looks, doubling while no caller arrives and no record ends
 _LAST: Final = 1.0
@@ -23,7 +23,8 @@ class Results:
         self._peek = peek
         self._waiting: dict[bytes, set[asyncio.Future[Record]]] = {}
         self._came = asyncio.Event()
-        self._poller: asyncio.Task[None] | None = None
+        self._in_vain = 0  # looks in a row
+        self._poller = Duty(self._poll)
 
     async def over(self, key: bytes, seconds: float) -> Record | None:
         """The record of `key` once it is completed, failed or dead; None when that takes longer than `seconds`.
@@ -33,8 +34,7 @@ class Results:
         future: asyncio.Future[Record] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, set()).add(future)
         self._came.set()
-        if self._poller is None or self._poller.done():
-            self._poller = asyncio.create_task(self._poll())
+        self._poller.start()
         try:
             async with asyncio.timeout(seconds):
                 return await future
@@ -47,15 +47,16 @@ class Results:
                     del self._waiting[key]
 
     async def close(self) -> None:
-        if self._poller is not None:
-            await end(self._poller)
+        await self._poller.close()
 
-    async def _poll(self) -> None:
-        in_vain = 0
-        while self._waiting:
-            ended = await self._look(list(self._waiting))
-            came = await self._pause(backoff(in_vain + 1, first=_FIRST, cap=_LAST))
-            in_vain = 0 if came or ended else in_vain + 1
+    async def _poll(self) -> float | None:
+        if not self._waiting:
+            self._in_vain = 0
+            return None
+        ended = await self._look(list(self._waiting))
+        came = await self._pause(backoff(self._in_vain + 1, first=_FIRST, cap=_LAST))
+        self._in_vain = 0 if came or ended else self._in_vain + 1
+        return 0.0
 
     async def _look(self, keys: Sequence[bytes]) -> bool:
         records: list[Record | None] = []
@@ -70,14 +71,11 @@ class Results:
 
     async def _pause(self, seconds: float) -> bool:
         """Whether a caller arrived meanwhile; it waits for the shortest pause, so that arrivals do not set the pace."""
-        deadline, came = asyncio.get_running_loop().time() + seconds, False
-        while True:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._came.wait()
-            except TimeoutError:
-                return came
+        clock, came = asyncio.get_running_loop().time, False
+        deadline = clock() + seconds
+        while await within(deadline - clock(), self._came):
             self._came.clear()
             if not came:
-                deadline = min(deadline, asyncio.get_running_loop().time() + _FIRST)
+                deadline = min(deadline, clock() + _FIRST)
             came = True
+        return came

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Awaitable, Callable
-from itertools import count
 from typing import Any, Final
 
 import psycopg
 
-from idemconsumer.errors import BrokerUnavailable, ConfigurationError
+from idemconsumer.duty import Duty
+from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.logs import log
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.session_pause import session_pause
-from idemconsumer.user_code.cancellation import end
 
 Connection = psycopg.AsyncConnection[Any]
 
@@ -37,17 +35,16 @@ class Listening:
         self._heard = heard
         self._missed = missed
         self._connection: Connection | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._duty = Duty(self._listen, 0.0)
 
     async def start(self) -> None:
         """Raises ConfigurationError. An outage is no reason not to begin: what arrives is looked for meanwhile."""
         with contextlib.suppress(BrokerUnavailable, psycopg.Error):
             await self._begin()
-        self._task = asyncio.create_task(self._run())
+        self._duty.start()
 
     async def close(self) -> None:
-        if self._task is not None:
-            await end(self._task)
+        await self._duty.close()
         await self._leave()
 
     async def _begin(self) -> None:
@@ -59,30 +56,29 @@ class Listening:
             raise
         self._connection = connection
 
-    async def _run(self) -> None:
-        while True:
-            try:
-                if self._connection is None:
-                    raise psycopg.OperationalError("no connection to listen on")
-                while True:
-                    async for notice in self._connection.notifies(timeout=PROBE):
-                        self._heard(notice.payload)
-                    await self._connection.execute(b"select 1")
-            except psycopg.Error as error:
-                log.info("postgres: notifications lost, polling instead", error=error_text(error))
-            await self._leave()
-            for failures in count(1):
-                await asyncio.sleep(session_pause(failures, counted=False, jitter=random.random()))
-                with contextlib.suppress(BrokerUnavailable, ConfigurationError, psycopg.Error):
-                    await self._begin()
-                    break
-            log.info("postgres: notifications received again")
-            self._missed()
+    async def _listen(self) -> None:
+        try:
+            if self._connection is None:
+                raise psycopg.OperationalError("no connection to listen on")
+            while True:
+                async for notice in self._connection.notifies(timeout=PROBE):
+                    self._heard(notice.payload)
+                await self._connection.execute(b"select 1")
+        except psycopg.Error as error:
+            log.info("postgres: notifications lost, polling instead", error=error_text(error))
+        await self._leave()
+        await Duty(self._begin, first=_pause(0), spread=True, again=_pause, failed=lambda _: None).run()
+        log.info("postgres: notifications received again")
+        self._missed()
 
     async def _leave(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             await _closed(connection)
+
+
+def _pause(failures: int) -> float:
+    return session_pause(failures + 1, counted=False, jitter=0.0)
 
 
 async def _closed(connection: Connection) -> None:

@@ -12,18 +12,16 @@ lanes, which a message or two would fill, all of them listen.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from itertools import count
 from typing import Final
 
 import psycopg
 
 from idemconsumer.brokers.listening import Connection, Listening
+from idemconsumer.duty import Duty
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.rules.backoff import backoff
-from idemconsumer.user_code.cancellation import end
 
 FEW_LANES: Final = 4  # of a queue; with fewer the next message may find all of them taken
 WAITED: Final = 0.1  # seconds; who is told takes a message sooner, if it has room
@@ -50,9 +48,9 @@ class Waking:
         self._heard = heard
         self._others = 0
         self._busy_until = self._all_looked = 0.0
-        self._seen = asyncio.Event()
         self._listening: Listening | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tries = 0
+        self._duty = Duty(self._look, first=self._pause())
 
     @property
     def one_is_enough(self) -> bool:
@@ -76,7 +74,7 @@ class Waking:
         if waited:
             now = asyncio.get_running_loop().time()
             if self.one_is_enough:
-                self._seen.set()
+                self._duty.wake()
                 self._all_looked = now + _ALL
             self._busy_until = now + _BUSY
         return falls if self.told else waited
@@ -84,26 +82,27 @@ class Waking:
     async def start(self) -> None:
         """Raises ConfigurationError, and SessionEnded."""
         await self._turn()
-        self._task = asyncio.create_task(self._run())
+        self._duty.start()
 
     async def close(self) -> None:
-        if self._task is not None:
-            await end(self._task)
+        await self._duty.close()
         await self._cease()
 
-    async def _run(self) -> None:
-        with contextlib.suppress(SessionEnded):
-            for tries in count(1):
-                pause = backoff(tries, first=_FIRST, cap=_LEAD) * random.uniform(0.5, 1.5)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await self._seen.wait()
-                self._seen.clear()
-                told = self.told
-                with contextlib.suppress(BrokerUnavailable, ConfigurationError, psycopg.Error):
-                    await self._turn()
-                if self.told and not told:
-                    self._missed()
+    async def _look(self) -> float | None:
+        told = self.told
+        try:
+            await self._turn()
+        except SessionEnded:
+            return None
+        except (BrokerUnavailable, ConfigurationError, psycopg.Error):
+            pass
+        if self.told and not told:
+            self._missed()
+        return self._pause()
+
+    def _pause(self) -> float:
+        self._tries += 1
+        return backoff(self._tries, first=_FIRST, cap=_LEAD) * random.uniform(0.5, 1.5)
 
     async def _turn(self) -> None:
         """Begin to listen, or cease to."""

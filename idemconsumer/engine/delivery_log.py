@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
+from idemconsumer.duty import Duty
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
@@ -58,8 +59,7 @@ class DeliveryLog:
         self._waiting: dict[BoundHandler, list[_Ended]] = {}
         self._count = 0
         self._lost = 0
-        self._writing: asyncio.Task[None] | None = None
-        self._closing = asyncio.Event()
+        self._writing = Duty(self._write_soon, first=_PAUSE)
 
     def applied(self, works: Sequence[Work]) -> LoggedDeliveries | None:
         """What to write in the commit that applies these, all of one handler. None: they are not logged."""
@@ -83,25 +83,20 @@ class DeliveryLog:
                 continue
             self._waiting.setdefault(handler, []).append(_Ended.of(work, told, outcome.attempt, now))
             self._count += 1
-        if self._waiting and (self._writing is None or self._writing.done()):
+        if self._waiting:
             # In a context of its own: it is of no lane, and takes no lane's share of the connections.
-            self._writing = asyncio.get_running_loop().create_task(self._write_soon(), context=contextvars.Context())
+            self._writing.start(contextvars.Context())
 
     async def close(self) -> None:
         """Write what waits, if the database answers soon."""
-        self._closing.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(_FAREWELL):
-                if self._writing is not None:
-                    await self._writing
+                await self._writing.finish()
                 await self._write()
 
-    async def _write_soon(self) -> None:
-        while self._waiting:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_PAUSE):
-                    await self._closing.wait()
-            await self._write()
+    async def _write_soon(self) -> float | None:
+        await self._write()
+        return _PAUSE if self._waiting else None
 
     async def _write(self) -> None:
         waiting, self._waiting = self._waiting, {}

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import psycopg
 
+from idemconsumer.duty import Duty, within
 from idemconsumer.errors import Fenced, StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.ports.leases import Runs
@@ -100,7 +101,7 @@ class Heartbeat:
             await asyncio.to_thread(self._register)
         except psycopg.Error as error:
             raise StoreUnavailable(f"no lease: {error_text(error)}") from error
-        self._ticking = asyncio.create_task(self._tick())
+        self._ticking = asyncio.create_task(Duty(self._tick, self._lease / 20).run())
         self._ticking.add_done_callback(self._ticked_last)
         self._thread.start()
 
@@ -114,12 +115,10 @@ class Heartbeat:
 
     async def _tick(self) -> None:
         """Also watches the deadline, since the thread may hang in a renewal that gets no answer."""
-        while True:
-            self._ticked = _now()
-            if self._left() <= 0 and not self.over:
-                self._abandoned = self.worker
-                self._lost()
-            await asyncio.sleep(self._lease / 20)
+        self._ticked = _now()
+        if self._left() <= 0 and not self.over:
+            self._abandoned = self.worker
+            self._lost()
 
     def _ticked_last(self, ticking: asyncio.Task[None]) -> None:
         """A loop that ends cancels its tasks, and waits for the others for as long as they take."""
@@ -136,9 +135,7 @@ class Heartbeat:
         while not may_begin(timeout, left=self._left(now), lease=self._lease, renewed=self._good >= asked):
             self._renewed.clear()
             self._wanted.set()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._lease / 20):
-                    await self._renewed.wait()
+            await within(self._lease / 20, self._renewed)
             if self.worker != worker or self._ends:
                 raise Fenced("the lease of this worker was lost")
             now = _now()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
+from idemconsumer.duty import Duty
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.rules.held_up import Holder
@@ -45,16 +47,14 @@ class LockWaits:
 
     async def run(self, ask: Ask) -> None:
         """Until it is cancelled. While the database does not answer, what was known last holds."""
-        while True:
-            await asyncio.sleep(_LOOK)
-            handlers = {pid: handler for pool in self._pools for pid, handler in pool.held_for(_LONG) if handler}
-            if not handlers and not self._waits:
-                continue
-            try:
+        await Duty(partial(self._look, ask), _LOOK, first=_LOOK).run()
+
+    async def _look(self, ask: Ask) -> None:
+        handlers = {pid: handler for pool in self._pools for pid, handler in pool.held_for(_LONG) if handler}
+        if handlers or self._waits:
+            with suppress(StoreUnavailable):
                 rows = await ask("lock_waits", {"pids": list(handlers), "seconds": _LONG}) if handlers else []
-            except StoreUnavailable:
-                continue
-            self._found((handlers[pid], Holder(*holder)) for pid, *holder in rows)
+                self._found((handlers[pid], Holder(*holder)) for pid, *holder in rows)
 
     def _found(self, holders: Iterable[tuple[str, Holder]]) -> None:
         seen, before = dict(holders), set(self._waits)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection
 from typing import Final
 
 import psycopg
 
+from idemconsumer.duty import Duty
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.logs import log
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.session import Session
-from idemconsumer.user_code.cancellation import end
 
 _ASK_EVERY: Final = 5.0
 _PATIENCE: Final = 5.0
@@ -32,33 +31,29 @@ class SlowCommits:
         self._dsn = dsn
         self._slow: set[Session] = set()
         self._hanging = False
-        self._asking: asyncio.Task[None] | None = None
+        self._asking = Duty(self._ask)
 
     def add(self, connection: Connection) -> None:
         """Its COMMIT has had no answer for seconds."""
         if isinstance(connection, Session):
             self._slow.add(connection)
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._ask())
+        self._asking.start()
 
     async def close(self) -> None:
-        if self._asking is not None:
-            await end(self._asking)
+        await self._asking.close()
 
-    async def _ask(self) -> None:
+    async def _ask(self) -> float | None:
+        if not self._slow:
+            return None
         try:
-            while self._slow:
-                try:
-                    self._slow = await self._waiting({each for each in self._slow if not each.closed})
-                except (psycopg.Error, ConfigurationError) as error:  # nothing is known: the deadlines decide
-                    log.debug("could not check what commits wait for", error=type(error).__name__)
-                else:
-                    self._tell(len(self._slow))
-                    for connection in self._slow:
-                        connection.heard()
-                await asyncio.sleep(_ASK_EVERY)
-        finally:
-            self._asking = None
+            self._slow = await self._waiting({each for each in self._slow if not each.closed})
+        except (psycopg.Error, ConfigurationError) as error:  # nothing is known: the deadlines decide
+            log.debug("could not check what commits wait for", error=type(error).__name__)
+        else:
+            self._tell(len(self._slow))
+            for connection in self._slow:
+                connection.heard()
+        return _ASK_EVERY
 
     async def _waiting(self, slow: Collection[Session]) -> set[Session]:
         pids = {connection.server_pid: connection for connection in slow}

@@ -7,10 +7,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
+from idemconsumer.duty import Duty
 from idemconsumer.logs import log
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.doubt import Meaning, meaning
-from idemconsumer.user_code.cancellation import being_cancelled, end, ends_this_task
+from idemconsumer.user_code.cancellation import ends_this_task
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ class Unfinished:
 
     def __init__(self) -> None:
         self._acts: dict[bytes, Callable[[], Awaitable[Any]]] = {}
-        self._trying: asyncio.Task[None] | None = None
+        self._trying = Duty(self._try_again, first=_PAUSE)
 
     @property
     def idle(self) -> bool:
@@ -41,8 +42,7 @@ class Unfinished:
 
     def add(self, key: bytes, act: Callable[[], Awaitable[Any]]) -> None:
         self._acts[key] = act
-        if self._trying is None:
-            self._trying = asyncio.create_task(self._run())
+        self._trying.start()
 
     def drop(self, key: bytes) -> None:
         """It is done, or is not to be done any more."""
@@ -50,8 +50,7 @@ class Unfinished:
 
     async def close(self) -> None:
         """Try each once more. What is left then ends with the lease."""
-        if self._trying is not None:
-            await end(self._trying)
+        await self._trying.close()
         try:
             async with asyncio.timeout(_LAST):
                 await self._try()
@@ -60,13 +59,9 @@ class Unfinished:
         if self._acts:
             log.warning("requests left unfinished, their keys are free when their leases end", requests=len(self._acts))
 
-    async def _run(self) -> None:
-        try:
-            while self._acts and not being_cancelled():  # an act may swallow the cancellation
-                await asyncio.sleep(_PAUSE)
-                await self._try()
-        finally:
-            self._trying = None
+    async def _try_again(self) -> float | None:
+        await self._try()
+        return _PAUSE if self._acts else None
 
     async def _try(self) -> None:
         for key, act in list(self._acts.items()):

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, TypeAlias
 
+from idemconsumer.duty import Duty
 from idemconsumer.engine import reading
 from idemconsumer.engine.blame import rejection_of, said
 from idemconsumer.errors import (
@@ -36,6 +37,7 @@ from idemconsumer.stores.sharing import PARTY
 from idemconsumer.user_code.call import call_in_transaction, without_exit
 from idemconsumer.user_code.cancellation import isolated, uninterrupted
 from idemconsumer.user_code.time_limit import TimeLimit
+from idemconsumer.worker.outage import said_by_lanes
 
 _SWEEP: Final = 5.0  # seconds between two looks
 _TOGETHER: Final = 200
@@ -57,7 +59,8 @@ class Deadlines:
     async def run(self) -> None:
         """Until it is cancelled. An outage only delays it."""
         sweeps = [sweep for sweep, has in ((self._sweep_all, self._names), (self._ask_all, self._asked)) if has]
-        await asyncio.gather(*map(_again_and_again, sweeps))
+        duties = [Duty(sweep, _SWEEP, spread=True, failed=_say_failed, quiet=_quiet) for sweep in sweeps]
+        await asyncio.gather(*(duty.run() for duty in duties))
 
     async def _sweep_all(self) -> None:
         while (ended := await self.sweep()) is not None and len(ended) == _TOGETHER:
@@ -165,18 +168,11 @@ class Deadlines:
             log.warning("accepted message not started in time", handler=handler.name, key=taken.key)
 
 
-async def _again_and_again(sweep: Callable[[], Awaitable[None]]) -> None:
-    failing = False
-    while True:
-        try:
-            await sweep()
-            failing = False
-        except Exception as error:  # noqa: BLE001 - nobody would notice deadlines that pass
-            changed = isinstance(error, StoreChanged)
-            if isinstance(error, StoreUnavailable | CommitUnknown | Contention) and not changed:
-                pass  # said by the lanes; what is committed is found as it is
-            elif not failing:
-                text = error_text(error) if changed else type(error).__name__
-                log.error("deadlines could not be checked, will retry", error=text)
-                failing = True
-        await asyncio.sleep(_SWEEP * random.uniform(0.75, 1.0))
+def _quiet(error: BaseException) -> bool:
+    """What is committed is found as it is."""
+    return said_by_lanes(error) or isinstance(error, CommitUnknown | Contention)
+
+
+def _say_failed(error: BaseException) -> None:
+    text = error_text(error) if isinstance(error, StoreChanged) else type(error).__name__
+    log.error("deadlines could not be checked, will retry", error=text)

@@ -12,6 +12,7 @@ from itertools import groupby, islice
 from typing import Final
 
 from idemconsumer.brokers.due_sagas import SCHEME
+from idemconsumer.duty import within
 from idemconsumer.engine.work import Work, named
 from idemconsumer.errors import BadMessage, BrokerUnavailable, SessionEnded, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
@@ -26,7 +27,6 @@ from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.user_code.cancellation import end, uninterrupted
 from idemconsumer.worker.intake import Intake
 from idemconsumer.worker.lanes import Lanes
-from idemconsumer.worker.outage import within
 from idemconsumer.worker.readings import Readings
 from idemconsumer.worker.sources import warn_of_sources
 

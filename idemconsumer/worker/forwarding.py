@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
-from idemconsumer.errors import BadMessage, ConfigurationError, StoreChanged, StoreUnavailable, Unavailable
+from idemconsumer.duty import Duty
+from idemconsumer.errors import BadMessage, ConfigurationError, Unavailable
 from idemconsumer.logs import log
 from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers
@@ -19,9 +18,9 @@ from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.ports.observer import Point
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.backoff import backoff
-from idemconsumer.rules.session_pause import SOON
 from idemconsumer.stores.pool import Pool
 from idemconsumer.user_code.cancellation import ends_this_task
+from idemconsumer.worker.outage import said_by_lanes
 
 _TOGETHER: Final = 16  # letters in one publish
 _SWEEP: Final = 15.0  # seconds between two looks for what other workers have left
@@ -102,54 +101,34 @@ class Forwarder:
         self._name = destination.partition(":")[2]
         self._broker = broker
         self._at = at
-        self._woken = asyncio.Event()
-        self._failures = 0
-        self._stopped = False
+        self._duty = Duty(
+            self._forward,
+            _SWEEP,
+            spread=True,
+            again=partial(backoff, first=1.0, cap=_LONGEST),
+            failed=self._say_failed,
+            works=self._say_works,
+            quiet=said_by_lanes,
+            proves=False,  # that there was none to send tells nothing of its destination
+        )
 
     def wake(self) -> None:
         """This process has written a letter."""
-        self._woken.set()
+        self._duty.wake()
 
     def stop(self) -> None:
         """`run` returns, after one more look if the destination can be reached."""
-        self._stopped = True
-        self._woken.set()
+        self._duty.stop()
 
     async def run(self) -> None:
         """Until it is stopped or cancelled. An outage, of the destination too, only delays it."""
-        while not (self._stopped and self._failures):
-            self._woken.clear()
-            last, longest = self._stopped, math.inf
-            try:
-                while (sent := await self._some()) > 0:
-                    self._worked()
-                    if sent < _TOGETHER:
-                        break
-            except BaseException as error:  # nobody would notice letters that are forwarded no more
-                if ends_this_task(error):
-                    raise
-                if isinstance(error, StoreUnavailable) and not isinstance(error, StoreChanged):
-                    longest = SOON  # said by the lanes
-                else:
-                    self._failed(error)
-            if last:
-                return
-            await self._pause(longest)
+        await self._duty.run()
 
-    async def _pause(self, longest: float) -> None:
-        """Until this process has written a letter, or others may have left one. While nothing can be sent a new letter
-        is no reason to try sooner."""
-        failures = self._failures
-        seconds = backoff(failures, first=1.0, cap=_LONGEST) if failures else _SWEEP
-        seconds = min(longest, seconds)
-        try:
-            async with asyncio.timeout(seconds * random.uniform(0.75, 1.0)):
-                await self._woken.wait()
-                while failures and not self._stopped:
-                    self._woken.clear()
-                    await self._woken.wait()
-        except TimeoutError:
-            return
+    async def _forward(self) -> None:
+        sent = _TOGETHER
+        while sent == _TOGETHER:
+            if (sent := await self._some()) > 0:
+                self._duty.worked()
 
     async def _some(self) -> int:
         """Forward what is due, up to `_TOGETHER`, and return how many that were. Raises what publishing raises."""
@@ -186,16 +165,12 @@ class Forwarder:
                         destination=self._destination, error=type(error).__name__)  # fmt: skip
             await self._broker.publish(self._name, [outgoing(letter, self._app, self._destination, whole=False)])
 
-    def _failed(self, error: BaseException) -> None:
-        self._failures += 1
-        if self._failures == 1:
-            text = error_text(error) if isinstance(error, Unavailable) else type(error).__name__
-            log.error("dead letters cannot be forwarded, will retry", destination=self._destination, error=text)
+    def _say_failed(self, error: BaseException) -> None:
+        text = error_text(error) if isinstance(error, Unavailable) else type(error).__name__
+        log.error("dead letters cannot be forwarded, will retry", destination=self._destination, error=text)
 
-    def _worked(self) -> None:
-        if self._failures:
-            log.info("dead letters are forwarded again", destination=self._destination)
-        self._failures = 0
+    def _say_works(self) -> None:
+        log.info("dead letters are forwarded again", destination=self._destination)
 
 
 def _named(letters: Sequence[Letter]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
+from idemconsumer.duty import Duty
 from idemconsumer.logs import log
 from idemconsumer.ports.broker import Lag
 from idemconsumer.worker.feed import Feed
@@ -25,13 +26,13 @@ class Lags:
 
     async def run(self) -> None:
         """Until it is cancelled."""
-        await asyncio.sleep(_FIRST)
-        while True:
-            known: dict[str, Lag] = {}
-            for feed in self._feeds:
-                known |= await self._of(feed)
-            self.known = known
-            await asyncio.sleep(_EVERY)
+        await Duty(self._ask, _EVERY, first=_FIRST).run()
+
+    async def _ask(self) -> None:
+        known: dict[str, Lag] = {}
+        for feed in self._feeds:
+            known |= await self._of(feed)
+        self.known = known
 
     async def _of(self, feed: Feed) -> dict[str, Lag]:
         try:

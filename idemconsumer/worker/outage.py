@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Hashable, Iterable
-from contextlib import suppress
 
-from idemconsumer.errors import StoreChanged
+from idemconsumer.duty import within
+from idemconsumer.errors import StoreChanged, StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.session_pause import session_pause
+
+
+def said_by_lanes(error: BaseException) -> bool:
+    """Whether each lane meets what a statement beside them has met: that is logged once, by their `Outage`."""
+    return isinstance(error, StoreUnavailable) and not isinstance(error, StoreChanged)
 
 
 class Outage:
@@ -66,11 +71,3 @@ class Outage:
             self._failures, self._until, self.why, self._changed = 0, 0.0, "", False
             self._over.set()
             log.info("store reachable again")
-
-
-async def within(seconds: float, event: asyncio.Event) -> bool:
-    """Wait for so long at most. Whether it was set by then."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    return event.is_set()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from idemconsumer.brokers.queue_front import LowWater
+from idemconsumer.duty import Duty, within
 from idemconsumer.errors import BrokerUnavailable, StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.message.headers import decode_headers
@@ -20,12 +19,10 @@ from idemconsumer.ports.observer import Point
 from idemconsumer.redaction import error_text, typed_text
 from idemconsumer.rules.doubt import Meaning, meaning
 from idemconsumer.rules.outbox import holdable, next_look, next_try, together
-from idemconsumer.rules.session_pause import SOON
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.sql.queries import Queries
 from idemconsumer.stores.literals import clean
 from idemconsumer.user_code.cancellation import ends_this_task
-from idemconsumer.worker.outage import within
 from idemconsumer.worker.relay_connections import Connection, Connections
 
 MOST: Final = 2_000  # messages in one transaction
@@ -84,8 +81,15 @@ class Lane:
         self._woken = asyncio.Event()
         self._leaving = asyncio.Event()
         self._low_water = low_water
-        self._failures = 0
-        self._said = False
+        self._duty = Duty(
+            self._relay,
+            spread=True,
+            again=lambda failures: next_look(failures, 0.0),
+            failed=self._say_failed,
+            works=self._say_works,
+            quiet=lambda error: isinstance(error, StoreUnavailable),  # said by the lanes of handlers
+            proves=False,
+        )
 
     def wake(self) -> None:
         """Something may be there."""
@@ -95,24 +99,15 @@ class Lane:
         """`run` returns once nothing is left, or nothing can be sent."""
         self._leaving.set()
         self._woken.set()
+        self._duty.stop()
 
     async def run(self) -> None:
         """Until nothing has come for a while, or it is stopped or cancelled. An outage only delays it (X6)."""
-        while True:
-            longest = math.inf
-            try:
-                await self._drain()
-                await self._connections.close_idle()
-                return
-            except StoreUnavailable:
-                longest = SOON  # said by the lanes of handlers
-            except BaseException as error:  # nobody would notice what is relayed no more
-                if ends_this_task(error):
-                    raise
-                self._say(error)
-            self._failures += 1
-            if await within(min(longest, next_look(self._failures, random.random())), self._leaving):
-                return
+        await self._duty.run()
+
+    async def _relay(self) -> None:
+        await self._drain()
+        await self._connections.close_idle()
 
     async def _drain(self) -> None:
         while True:
@@ -151,7 +146,7 @@ class Lane:
         for each in answers.values():
             if each is not None and _of_an_outage(each):
                 raise BrokerUnavailable(each.text)
-        self._worked()
+        self._duty.worked()
         return len(rows)
 
     async def _send(self, rows: Sequence[Row]) -> dict[int, Unsent | None]:
@@ -228,16 +223,12 @@ class Lane:
         cursor = await OwnCursor(connection).execute(self._queries[query], given, binary=True)
         return await cursor.fetchall() if cursor.description else []
 
-    def _say(self, error: BaseException) -> None:
-        if not self._said:
-            log.error("outgoing messages cannot be relayed, will retry", destination=self._destination,
-                      error=error_text(error))  # fmt: skip
-        self._said = True
+    def _say_failed(self, error: BaseException) -> None:
+        log.error("outgoing messages cannot be relayed, will retry", destination=self._destination,
+                  error=error_text(error))  # fmt: skip
 
-    def _worked(self) -> None:
-        if self._said:
-            log.info("outgoing messages are relayed again", destination=self._destination)
-        self._failures, self._said = 0, False
+    def _say_works(self) -> None:
+        log.info("outgoing messages are relayed again", destination=self._destination)
 
 
 def _of_an_outage(answer: Unsent | None) -> bool:

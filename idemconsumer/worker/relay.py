@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Final
 
 from idemconsumer.brokers.connecting import destination as parse_destination
 from idemconsumer.brokers.queue_front import Line, LowWater
+from idemconsumer.duty import Duty
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
 from idemconsumer.logs import log
 from idemconsumer.observe.counts import Counts
@@ -54,50 +56,45 @@ class Relay:
         self._low_water = LowWater(self._raise_low_water)  # not a lane's, which ends once it has sent a few (P9)
         self._at = at
         self._lanes: dict[str, tuple[Lane, asyncio.Task[None]]] = {}
-        self._look = asyncio.Event()
+        self._duty = Duty(self._look, math.inf)
         self._unusable = set[str]()  # schemes, and destinations, of which it has been said
-        self._stopped = False
 
     def wake(self, destination: str = "") -> None:
         """Something can be sent there, or somewhere."""
         if destination in self._lanes:
             self._lanes[destination][0].wake()
-        elif destination and not self._stopped:
+        elif destination and not self._duty.stopped:
             self._begin(destination)
         else:
-            self._look.set()
+            self._duty.wake()
 
     def stop(self) -> None:
         """`run` returns once nothing is left that can be sent."""
-        self._stopped = True
-        self._look.set()
+        self._duty.stop()
 
     async def run(self) -> None:
         """Until it is stopped or cancelled."""
-        self._look.set()
         try:
-            while True:
-                await self._look.wait()
-                self._look.clear()
-                last = self._stopped
-                with suppress(IdemConsumerError):  # said by the lanes of handlers
-                    for (destination,) in await self._pool.read("outbox_destinations", {"limit": _DESTINATIONS}):
-                        if destination in self._lanes:
-                            self._lanes[destination][0].wake()
-                        else:
-                            self._begin(destination)
-                if last:
-                    for lane, _ in self._lanes.values():
-                        lane.stop()
-                    await asyncio.gather(*(task for _, task in self._lanes.values()))
-                    return
-                await asyncio.sleep(_SOONEST)
+            await self._duty.run()
+            for lane, _ in self._lanes.values():
+                lane.stop()
+            await asyncio.gather(*(task for _, task in self._lanes.values()))
         finally:
             try:
                 await end(*(task for _, task in self._lanes.values()))
             finally:
                 for connections in self._connections.values():
                     await connections.close()
+
+    async def _look(self) -> None:
+        with suppress(IdemConsumerError):  # said by the lanes of handlers
+            for (destination,) in await self._pool.read("outbox_destinations", {"limit": _DESTINATIONS}):
+                if destination in self._lanes:
+                    self._lanes[destination][0].wake()
+                else:
+                    self._begin(destination)
+        if not self._duty.stopped:
+            await asyncio.sleep(_SOONEST)
 
     def _begin(self, destination: str) -> None:
         scheme = destination.partition(":")[0]

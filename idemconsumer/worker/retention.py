@@ -17,6 +17,7 @@ from typing import Any
 
 import psycopg
 
+from idemconsumer.duty import Duty
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
 from idemconsumer.message import keys
@@ -201,15 +202,16 @@ class Retention:
 
     async def run(self) -> None:
         """Run until cancelled. Raises nothing but the cancellation."""
-        failing = False
-        while True:
-            errors = [error for act in (self._keep, self._prune) if (error := await _error_of(act())) is not None]
-            if errors and not failing:
-                log.warning("pruning failed, will retry", error=error_text(errors[0]), every=self._every)
-            if failing and not errors:
-                log.info("pruning works again")
-            failing = bool(errors)
-            await asyncio.sleep(self._every)
+        duty = Duty(self._upkeep, self._every, failed=self._say_failed, works=lambda: log.info("pruning works again"))
+        await duty.run()
+
+    async def _upkeep(self) -> None:
+        errors = [error for act in (self._keep, self._prune) if (error := await _error_of(act())) is not None]
+        if errors:
+            raise errors[0]
+
+    def _say_failed(self, error: BaseException) -> None:
+        log.warning("pruning failed, will retry", error=error_text(error), every=self._every)
 
     async def _keep(self) -> None:
         if not self._kept:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
@@ -11,6 +10,7 @@ import msgspec
 import psycopg
 
 from idemconsumer.brokers.postgres import enqueue
+from idemconsumer.duty import Duty
 from idemconsumer.logs import log
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.redaction import error_text
@@ -39,20 +39,13 @@ class Schedules:
 
     async def run(self) -> None:
         """Until it is cancelled. An outage only delays it."""
-        failing = False
-        while True:
-            try:
-                pause = await self.look()
-            except Exception as error:  # noqa: BLE001 - nobody would notice schedules that have ended
-                if not failing:
-                    kind = type(error).__name__
-                    log.warning("schedules could not be checked, will retry", error=f"{kind}: {error_text(error)}")
-                failing, pause = True, _AGAIN
-            else:
-                if failing:
-                    log.info("schedules are checked again")
-                failing = False
-            await asyncio.sleep(pause)
+        duty = Duty(
+            self.look,
+            again=lambda _: _AGAIN,
+            failed=_say_failed,
+            works=lambda: log.info("schedules are checked again"),
+        )
+        await duty.run()
 
     async def look(self) -> float:
         """Start what is due. Returns for how long nothing will be, in seconds."""
@@ -103,3 +96,7 @@ class Schedules:
     def _messages(self, schedule: Schedule, slots: Sequence[Any]) -> list[Outgoing]:
         bodies = [msgspec.json.encode(schedule.payload(slot)) for slot in slots]
         return [Outgoing(body, {}, schedule.key(slot)) for body, slot in zip(bodies, slots, strict=True)]
+
+
+def _say_failed(error: BaseException) -> None:
+    log.warning("schedules could not be checked, will retry", error=f"{type(error).__name__}: {error_text(error)}")

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
+from idemconsumer.duty import Duty
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
@@ -63,8 +64,10 @@ class Steering:
         self._handlers = handlers
         self._drain = drain
         self._lag = lag
-        self._told = asyncio.Event()
+        self._duty = Duty(self._look, first=_AGAIN, again=lambda _: _AGAIN, failed=self._say_failed)
         self._state = "running"
+        self._ask: Ask
+        self._has_looked = False
         self._id: int | None = None
         self._lanes: Lanes | None = None
         self._conditions: Conditions | None = None
@@ -78,12 +81,12 @@ class Steering:
 
     def told(self) -> None:
         """Somebody has decided something: look soon."""
-        self._told.set()
+        self._duty.wake()
 
     def leaving(self) -> None:
         """A drain has begun."""
         self._state = "draining"
-        self._told.set()
+        self._duty.wake()
 
     async def begin(self, ask: Ask) -> bool:
         """Put this worker on record, and learn what is paused. Returns True; raises StoreUnavailable while that cannot
@@ -102,21 +105,19 @@ class Steering:
 
     async def run(self, ask: Ask) -> None:
         """Until it is cancelled."""
-        pause, failing = _AGAIN, True  # a notice may have come before anybody listened; no session may be open yet
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._told.wait()
-            self._told.clear()  # before the statement: what is decided from now on may not be seen by it
-            try:
-                self._obey(await ask("refresh_process", self._said()))
-            except Exception as error:  # noqa: BLE001 - nobody would notice a worker that obeys no longer
-                if not failing and self._state != "draining":  # then its connection may be closed meanwhile
-                    log.info("paused handlers could not be read, using the last known ones", error=error_text(error))
-                failing, pause = True, _AGAIN
-            else:
-                failing, pause = False, EVERY
-            await asyncio.sleep(_SOONEST)
+        self._ask = ask
+        await self._duty.run()
+
+    async def _look(self) -> float:
+        self._obey(await self._ask("refresh_process", self._said()))
+        self._has_looked = True
+        await asyncio.sleep(_SOONEST)
+        return EVERY
+
+    def _say_failed(self, error: BaseException) -> None:
+        # At first no session may be open yet, and in a drain its connection may be closed meanwhile.
+        if self._has_looked and self._state != "draining":
+            log.info("paused handlers could not be read, using the last known ones", error=error_text(error))
 
     async def end(self, ask: Ask) -> None:
         """Take it off the record, if the database answers soon. Else it is seen as lost, and pruned."""
@@ -159,7 +160,7 @@ class Steering:
         if self._lanes is not None:
             self._lanes.pause(self._pauses.keys())
         if before != self._pauses:
-            self._told.set()  # so that others soon see that it is obeyed
+            self._duty.wake()  # so that others soon see that it is obeyed
         if leave and self._state == "running":
             self._state = "draining"
             self._drain()

@@ -13,7 +13,6 @@ from idemconsumer.errors import StoreUnavailable
 from idemconsumer.observe.counts import Counts
 from idemconsumer.rules.session_pause import SOON
 from idemconsumer.sql.queries import load
-from idemconsumer.worker import outgoing
 from idemconsumer.worker.forwarding import Forwarder
 from idemconsumer.worker.outgoing import Lane
 
@@ -46,13 +45,16 @@ async def test_a_relay_looks_again_soon_unless_it_is_its_broker_that_is_away(
 ) -> None:
     pauses: list[float] = []
 
-    async def within(seconds: float, event: asyncio.Event) -> bool:
+    def timeout(seconds: float) -> asyncio.Timeout:
         pauses.append(seconds)
-        return len(pauses) == FAILURES
+        if len(pauses) == FAILURES:
+            lane.stop()
+        return asyncio.Timeout(0)
 
-    monkeypatch.setattr(outgoing, "within", within)
+    monkeypatch.setattr("asyncio.timeout", timeout)
     gone: Any = Away(error)
-    await Lane("kafka:t", gone, gone, load("idemconsumer"), Counts(), gone, lambda *_: None).run()
+    lane = Lane("kafka:t", gone, gone, load("idemconsumer"), Counts(), gone, lambda *_: None)
+    await lane.run()
     assert (max(pauses) <= SOON) == isinstance(error, StoreUnavailable)
 
 

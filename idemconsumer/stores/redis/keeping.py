@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from idemconsumer import forks
+from idemconsumer.duty import Duty, within
 from idemconsumer.logs import log
 from idemconsumer.ports.requests import Held
 from idemconsumer.redaction import error_text
@@ -61,7 +62,7 @@ class Keeper:
             return False
         if self._ticking is None:
             self._ticked = now()
-            self._ticking = asyncio.create_task(self._tick())
+            self._ticking = asyncio.create_task(Duty(self._tick, self._lease / 20).run())
             self._beating, self._stop = asyncio.new_event_loop(), asyncio.Event()
             self._thread = threading.Thread(
                 target=self._beat, args=(asyncio.get_running_loop(),), name="idemconsumer-redis", daemon=True
@@ -100,10 +101,8 @@ class Keeper:
 
     # -------------------------------------------------------------------------------------------------------- the loop
     async def _tick(self) -> None:
-        while True:
-            self._ticked = now()
-            self._look()
-            await asyncio.sleep(self._lease / 20)
+        self._ticked = now()
+        self._look()
 
     def _look(self) -> None:
         """Whoever is told that his claim is lost has lost it: a renewal that is under way may still come through, and
@@ -125,7 +124,7 @@ class Keeper:
         redises = Redises(self._address, seconds=min(SECONDS, self._lease / 3))
         scripts = Scripts(redises)
         blocked = False
-        while not loop.is_closed() and not await self._stops():
+        while not loop.is_closed() and not await within(self._lease / 20, self._stop):
             due = [mine for mine in self._mine.copy().values() if now() > mine.good + self._lease / 3]
             still = now() - self._ticked
             if due and still > self._patience:
@@ -138,13 +137,6 @@ class Keeper:
                 with suppress(RuntimeError):  # that loop has ended
                     loop.call_soon_threadsafe(self._look)
         await redises.close()
-
-    async def _stops(self) -> bool:
-        """Whether it is to stop; after a moment."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._lease / 20):
-                await self._stop.wait()
-        return self._stop.is_set()
 
     async def _renewed(self, scripts: Scripts, mine: _Mine) -> bool:
         """False: Redis says that the claim is over, or another's."""
