@@ -24,9 +24,7 @@ FORMATS: Final = ("auto", "json", "console")
 LEVELS: Final = ("debug", "info", "warning", "error")
 
 # Our own variables that are not settings: a parent passes them to its workers, or the demo or the tests use them.
-_INTERNAL: Final = {
-    "WORKER", "LIFELINE", "LAST_WILL", "LAST_WORDS", "REPORTS", "DEV", "DEMO_PAUSE", "TEST_CACHE", "TEST_DSN",
-}  # fmt: skip
+_INTERNAL: Final = {"WORKER", "LIFELINE", "CHANNEL", "DEV", "DEMO_PAUSE", "TEST_CACHE", "TEST_DSN"}
 # Kubernetes and Docker put these into every container when a service is named idemconsumer or idemconsumer-….
 _OF_A_SERVICE: Final = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 _LEAST: Final = {

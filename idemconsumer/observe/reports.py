@@ -53,8 +53,8 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def encoded(report: Report) -> bytes:
-    """One line."""
-    return msgspec.json.encode(report) + b"\n"
+    """In one line."""
+    return msgspec.json.encode(report)
 
 
 def decoded(line: bytes) -> Report | None:

@@ -18,11 +18,11 @@ from enum import IntEnum
 from typing import NoReturn, Protocol
 
 from idemconsumer import forks
-from idemconsumer.brokers.last_will import VARIABLE, WILL
+from idemconsumer.channel import CHANNEL, VARIABLE
 from idemconsumer.logs import log
 from idemconsumer.observe.logging import log_unhandled
 from idemconsumer.observe.summing import say_all
-from idemconsumer.process import last_words, pulse, telling
+from idemconsumer.redaction import error_text
 from idemconsumer.user_code.cancellation import EXITS
 
 LIFELINE = "IDEMCONSUMER_LIFELINE"  # the pipe's file descriptor, in a child's environment
@@ -92,7 +92,7 @@ def launch(make: Callable[[], Worker], drain_timeout: float) -> Exit:
             stop.leave_as_killed(error)
             raise
         except Exception as error:
-            last_words.LAST_WORDS.of(error)
+            CHANNEL.last_words(f"{type(error).__name__}: {error_text(error)}")
             raise
         # The runner now waits for the threads of handlers that are not async; the timers still apply.
     stop.dismiss()
@@ -102,7 +102,7 @@ def launch(make: Callable[[], Worker], drain_timeout: float) -> Exit:
 def leave_as_killed(event: str, **more: str) -> NoReturn:
     """Say why, and end the process at once: what runs is on record, and the launcher starts another one."""
     log.critical(event, **more)
-    last_words.LAST_WORDS.say(", ".join([event, *(f"{name}: {text}" for name, text in more.items())]))
+    CHANNEL.last_words(", ".join([event, *(f"{name}: {text}" for name, text in more.items())]))
     say_all()
     logging.shutdown()
     sys.stdout.flush()
@@ -138,15 +138,9 @@ class _Stop:
         self._worker = make()
         self._worker.when_asked(self._leave_as_asked)
         loop.add_signal_handler(signal.SIGTERM, self._request_drain, "SIGTERM")
-        # All are removed: they mean nothing to the processes that a handler may start.
-        if (will := os.environ.pop(VARIABLE, None)) is not None:
-            WILL.address(int(will))
-        if (descriptor := os.environ.pop(pulse.VARIABLE, None)) is not None:
-            pulse.PULSE.address(int(descriptor))
-        if (descriptor := os.environ.pop(last_words.VARIABLE, None)) is not None:
-            last_words.LAST_WORDS.address(int(descriptor))
-        if (descriptor := os.environ.pop(telling.VARIABLE, None)) is not None:
-            telling.TELLING.address(int(descriptor))
+        # Both are removed: they mean nothing to the processes that a handler may start.
+        if (given := os.environ.pop(VARIABLE, None)) is not None:
+            CHANNEL.attach(given)
         if (lifeline := os.environ.pop(LIFELINE, None)) is None:
             loop.add_signal_handler(signal.SIGINT, self._request_drain, "SIGINT")
         else:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from idemconsumer import forks
+from idemconsumer.channel import CHANNEL
 from idemconsumer.user_code.place import place
 
-VARIABLE: Final = "IDEMCONSUMER_PULSE"  # the pipe's file descriptor, in a worker's environment
 _BEATS: Final = 10  # in the time that a worker may be silent
 
 
@@ -25,19 +23,13 @@ class Pulse:
     """Of this process. Without a launcher nothing is written."""
 
     def __init__(self) -> None:
-        self._descriptor: int | None = None
         self._stopping = threading.Event()
         self._unheard = 0  # beats in a row that the event loop has not heard
-
-    def address(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)
-        forks.not_inherited(self, lambda _: [descriptor])
-        self._descriptor = descriptor
 
     def begin(self, limit: float, stuck: Callable[[str], None] = lambda _: None) -> None:
         """From now on the launcher ends this process when it can run no Python for `limit` seconds. `stuck` is called,
         in a thread, with the place where the running event loop is, when that has stood still for so long."""
-        if self._descriptor is not None:
+        if CHANNEL.open:
             self._stopping.clear()
             self._unheard = 0
             beat = partial(self._beat, limit, asyncio.get_running_loop(), threading.get_ident(), stuck)
@@ -47,66 +39,49 @@ class Pulse:
         self._stopping.set()
 
     def _beat(self, limit: float, loop: asyncio.AbstractEventLoop, thread: int, stuck: Callable[[str], None]) -> None:
-        self._write(limit)
+        _say(limit)
         while not self._stopping.wait(limit / _BEATS):
-            self._write(limit)
+            _say(limit)
             self._unheard += 1
             if self._unheard > _BEATS:
                 stuck(place(thread))
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._hear)
-        self._write(0.0)
+        _say(0.0)
 
     def _hear(self) -> None:
         self._unheard = 0
 
-    def _write(self, limit: float) -> None:
-        assert self._descriptor is not None
-        with contextlib.suppress(OSError):  # the launcher is gone, or does not read
-            os.write(self._descriptor, b"%.3f\n" % limit)
+
+def _say(limit: float) -> None:
+    CHANNEL.tell("beat", b"%.3f" % limit)
 
 
 PULSE: Final = Pulse()
 
 
 class Watch:
-    """The launcher's end of one worker's pipe; `silent` is called, with the seconds, when its time is over: from then
-    on it is `overdue`.
+    """Of one worker, in its launcher; `silent` is called, with the seconds, when its time is over: from then on it is
+    `overdue`.
 
     Counted are looks in a row without a sign, and not seconds: of a machine that was suspended one look is missing.
     """
 
-    def __init__(
-        self, descriptor: int, silent: Callable[[float], None], heard: Callable[[], None] = lambda: None
-    ) -> None:
-        """`heard` is called at each sign."""
+    def __init__(self, silent: Callable[[float], None]) -> None:
         self.overdue = False
-        self._descriptor = descriptor
         self._silent = silent
-        self._heard = heard
         self._loop = asyncio.get_running_loop()
         self._limit = 0.0
         self._missed = 0
         self._timer: asyncio.TimerHandle | None = None
-        os.set_blocking(descriptor, False)
-        self._loop.add_reader(descriptor, self._hear)
 
     def close(self) -> None:
-        self._loop.remove_reader(self._descriptor)
         self._expect(0.0)
-        os.close(self._descriptor)
 
-    def _hear(self) -> None:
-        said = b""
-        with contextlib.suppress(BlockingIOError):
-            said = os.read(self._descriptor, 65_536)
-            if not said:  # all of its processes have ended
-                self._loop.remove_reader(self._descriptor)
-        if said:
-            self._heard()
-        last = said.rpartition(b"\n")[0].rpartition(b"\n")[2]
+    def hear(self, limit: float) -> None:
+        """A sign: it may be silent for so many seconds."""
         self._missed = 0
-        self._expect(float(last or 0))
+        self._expect(limit)
 
     def _expect(self, limit: float) -> None:
         if limit == self._limit:

@@ -11,17 +11,16 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from idemconsumer.brokers.last_will import VARIABLE
+from idemconsumer.channel import Ear
+from idemconsumer.duty import within
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
 from idemconsumer.logs import log
 from idemconsumer.missing import cannot_import
-from idemconsumer.process import last_words, pulse, telling
 from idemconsumer.process.child import GRACE, LIFELINE, STOP_NOW, WORKER, Exit
 from idemconsumer.process.notify import ServiceManager
 from idemconsumer.process.pulse import Watch
@@ -74,9 +73,9 @@ class Supervisor:
     30 s, and at once again after a life of a minute; more than `max_restarts` crashes of one child in ten minutes end
     everything, and the last line of the log says how the last one ended. With `changes`, a stream of names of changed
     files, each one restarts all children, and a crashed child waits for the next one. A child that is silent for longer
-    than it said it would be gets SIGKILL (L56). `execute` is given the last will of each child that has ended, while
-    another takes its place; `prepare` is called in a thread before, once there is a will. `crew` is told what the
-    children report; without one they report nothing (O11).
+    than it said it would be gets SIGKILL (L56). `execute` is given the consumer groups of a child that has ended, while
+    another takes its place; `prepare` is called in a thread before, once there is one. `crew` is told what the children
+    report; without one they report nothing (O11).
     A child that left since a person asked for it (O15) has no successor until a SIGHUP, which ends all children and
     starts others, one after the other (O17). `reread` is called in a thread before, and if it raises ConfigurationError
     nothing happens. Where stdin is a terminal, SIGHUP ends this process: the terminal is gone. A service
@@ -94,7 +93,7 @@ class Supervisor:
         until_empty: bool = False,
         environment: Mapping[str, str] | None = None,
         changes: AsyncIterator[str] | None = None,
-        execute: Callable[[bytes], Awaitable[None]] | None = None,
+        execute: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
         prepare: Callable[[], None] | None = None,
         reread: Callable[[], None] | None = None,
         crew: Crew | None = None,
@@ -226,7 +225,7 @@ class Supervisor:
                 renewed.set()
                 if (child := self._children.get(index)) is not None:
                     self._end({index: child}, self._drain_timeout)
-                await _at_most(self._drain_timeout + _SETTLED, self._begun[index].wait())
+                await within(self._drain_timeout + _SETTLED, self._begun[index])
 
     async def _keep(self, index: int) -> None:
         """Keep a child in one worker's place until the place may stay empty."""
@@ -264,7 +263,9 @@ class Supervisor:
             elif code == Exit.USAGE:
                 # All of them fail alike, and worker 0 says why: it must not be cut off before it has.
                 if (first := self._children.get(0)) is not None:
-                    await _at_most(_FIRST_WORD, first.wait())
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_FIRST_WORD):
+                            await first.wait()
                 self._stop(Exit.USAGE)
             else:
                 restarts = restarts.crashed(time.monotonic(), lived)
@@ -277,51 +278,40 @@ class Supervisor:
                     self._stop(Exit.CRASHED)
                 else:
                     log.info("worker restarting", worker=index, after=restarts.pause)
-                    await _at_most(restarts.pause, self._stopping.wait())
+                    await within(restarts.pause, self._stopping)
 
     async def _live(self, index: int, changed: asyncio.Event) -> tuple[int, int, str]:
         """Start a child and wait for its end; returns its pid, its code and its last words."""
-        loop = asyncio.get_running_loop()
-        reading, writing = os.pipe()
-        os.set_blocking(reading, False)
-        os.set_blocking(writing, False)
-        will = bytearray()
-        loop.add_reader(reading, self._hear, reading, will)
-        hearing, beating = os.pipe()
-        os.set_blocking(beating, False)
-        listening, speaking = os.pipe()
-        os.set_blocking(listening, False)
-        pipes = {VARIABLE: str(writing), pulse.VARIABLE: str(beating), last_words.VARIABLE: str(speaking)}
         begun = self._begun.setdefault(index, asyncio.Event())  # this one: another child will have one of its own
-        watch = Watch(hearing, lambda seconds: self._end_silent(index, seconds), lambda: self._at_work(index, begun))
-        self._watches[index] = watch
-        theirs = [writing, beating, speaking]
-        ear = None
-        if self._crew is not None:
-            ear, reporting = telling.pipe(partial(self._crew.told, index))
-            pipes[telling.VARIABLE] = str(reporting)
-            theirs.append(reporting)
+        watch = self._watches[index] = Watch(lambda seconds: self._end_silent(index, seconds))
+
+        def told(kind: str, value: bytes) -> None:
+            if kind == "beat":
+                self._at_work(index, begun)
+                watch.hear(float(value))
+            elif kind == "report" and self._crew is not None:
+                self._crew.told(index, value)
+            elif kind == "members" and self._prepare is not None and self._preparing is None:
+                self._preparing = asyncio.get_running_loop().run_in_executor(None, self._prepare)
+
+        ear = Ear(told)
         try:
             child = await asyncio.create_subprocess_exec(
                 *self._command,
-                env=self._environment | {LIFELINE: str(self._lifeline), WORKER: str(index), **pipes},
+                env=self._environment
+                | {LIFELINE: str(self._lifeline), WORKER: str(index)}
+                | ear.variable(reports=self._crew is not None),
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(self._lifeline, *theirs),
+                pass_fds=(self._lifeline, ear.theirs),
                 process_group=0,  # the terminal's Ctrl-C is for the parent alone, which passes it on once
             )
         except OSError as error:
             log.error("worker could not start", worker=index, error=str(error))
-            loop.remove_reader(reading)
-            os.close(reading)
-            os.close(listening)
             del self._watches[index]
-            watch.close()
-            if ear is not None:
-                ear.close()
+            ear.close()
             return 0, Exit.ERROR, str(error)
         finally:
-            for descriptor in theirs:
-                os.close(descriptor)
+            os.close(ear.theirs)
         self._children[index] = child
         if self._crew is not None:
             self._crew.begun(index)
@@ -330,19 +320,15 @@ class Supervisor:
             if self._stopping.is_set() or changed.is_set():  # both signal only the children that were there
                 self._end({index: child}, 0.0)
             code = await child.wait()
-            return child.pid, code, last_words.read(listening)
         finally:
             del self._children[index], self._watches[index]
+            ear.close()
             watch.close()
-            if ear is not None and self._crew is not None:
-                ear.close()
+            if self._crew is not None:
                 self._crew.ended(index)
-            loop.remove_reader(reading)
-            _read_on(reading, will)
-            os.close(reading)
-            os.close(listening)
-            if self._execute is not None and will:
-                self._burials.add(asyncio.create_task(self._bury(index, self._execute(bytes(will)))))
+            if self._execute is not None and (members := ear.said("members")):
+                self._burials.add(asyncio.create_task(self._bury(index, self._execute(members))))
+        return child.pid, code, ear.said("words") or ""
 
     def _at_work(self, index: int, begun: asyncio.Event) -> None:
         begun.set()
@@ -360,11 +346,6 @@ class Supervisor:
         if (child := self._children.get(index)) is not None:
             log.error("worker shows no sign of life, killing", worker=index, pid=child.pid, seconds=round(seconds, 1))
             _signal([child], signal.SIGKILL)
-
-    def _hear(self, descriptor: int, will: bytearray) -> None:
-        _read_on(descriptor, will)
-        if will and self._prepare is not None and self._preparing is None:
-            self._preparing = asyncio.get_running_loop().run_in_executor(None, self._prepare)
 
     async def _bury(self, index: int, executing: Awaitable[None]) -> None:
         """Beside the start of the next child, which takes longer (K15)."""
@@ -404,15 +385,6 @@ def _signal(children: Iterable[asyncio.subprocess.Process], number: signal.Signa
             child.send_signal(number)
 
 
-def _read_on(descriptor: int, into: bytearray) -> None:
-    """Keep the last whole line, and what came after it."""
-    with contextlib.suppress(BlockingIOError):
-        while more := os.read(descriptor, 65_536):
-            into += more
-    whole = into.rfind(b"\n") + 1
-    del into[: into.rfind(b"\n", 0, max(0, whole - 1)) + 1]
-
-
 async def _first_of(*events: asyncio.Event) -> None:
     waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
@@ -420,9 +392,3 @@ async def _first_of(*events: asyncio.Event) -> None:
     finally:
         for task in waiting:
             task.cancel()
-
-
-async def _at_most(seconds: float, waiting: Coroutine[object, object, object]) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await waiting

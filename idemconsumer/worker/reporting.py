@@ -8,21 +8,22 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+from idemconsumer.channel import CHANNEL
+from idemconsumer.duty import Duty
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.observe.counts import Counts
 from idemconsumer.observe.reports import PoolState, Report, encoded
 from idemconsumer.ports.broker import BytesInHand, Lag
 from idemconsumer.process.child import WORKER
-from idemconsumer.process.telling import EVERY, TELLING
 from idemconsumer.rules.health import Phase
 from idemconsumer.stores.pool import Pool
-from idemconsumer.user_code.cancellation import end
 from idemconsumer.worker.conditions import Conditions
 from idemconsumer.worker.feed import Feed
 from idemconsumer.worker.lags import Lags
 from idemconsumer.worker.lanes import Lanes
 from idemconsumer.worker.retention import Retention
 
+_EVERY: Final = 1.0  # seconds between two reports
 _HICCUP: Final = 5.0  # seconds that any event loop may stand still
 
 
@@ -38,7 +39,7 @@ class Reporting:
         self._handlers = handlers
         self._app = handlers[0].app
         # A handler may keep the loop for as long as it may take, and no longer: beyond that no time limit works.
-        self._patience = EVERY + max([_HICCUP, *(handler.options.timeout for handler in handlers)])
+        self._patience = _EVERY + max([_HICCUP, *(handler.options.timeout for handler in handlers)])
         self._draining = draining
         self._leaving = False
         self._at_work: tuple[Sequence[Feed], Lanes, BytesInHand, Retention, Conditions, Lags] | None = None
@@ -46,12 +47,17 @@ class Reporting:
     @asynccontextmanager
     async def going_on(self) -> AsyncIterator[None]:
         """Meanwhile a report goes out each second, and one at the end."""
-        telling = asyncio.create_task(TELLING.run(lambda: encoded(self.report())))
+        telling = Duty(self._tell, _EVERY, failed=lambda _: None)  # counting decides nothing
+        telling.start()
         try:
             yield
         finally:
             self._leaving = True
-            await end(telling)
+            await telling.finish()
+
+    async def _tell(self) -> None:
+        if CHANNEL.reports:
+            CHANNEL.tell("report", encoded(self.report()), patience=0.0)
 
     def begin(
         self, feeds: Sequence[Feed], lanes: Lanes, memory: BytesInHand, retention: Retention, conditions: Conditions
@@ -59,7 +65,7 @@ class Reporting:
         """The worker has all its parts. Returns what is to run beside them: nothing if nobody listens."""
         lags = Lags(feeds, whole=os.environ.get(WORKER, "0") == "0")
         self._at_work = feeds, lanes, memory, retention, conditions, lags
-        return [lags.run()] if TELLING.heard else []
+        return [lags.run()] if CHANNEL.reports else []
 
     @property
     def lag(self) -> Mapping[str, Lag]:

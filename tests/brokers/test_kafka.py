@@ -19,7 +19,7 @@ from aiokafka.protocol.group import JoinGroupRequest
 from idemconsumer.brokers.kafka import client as kafka_client
 from idemconsumer.brokers.kafka.broker import METADATA_MAX_AGE_MS, KafkaBroker
 from idemconsumer.brokers.kafka.session import KafkaSession
-from idemconsumer.brokers.last_will import WILL
+from idemconsumer.channel import CHANNEL
 from idemconsumer.errors import BadMessage, BrokerUnavailable, SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, BytesInHand, Delivery, Outgoing
@@ -210,7 +210,7 @@ async def test_the_launcher_knows_a_member_before_its_group_counts_on_it(
 
     async def sending(coordinator: Any, request: Any) -> Any:
         if isinstance(request, JoinGroupRequest):
-            known.append((coordinator.member_id, WILL._members.get(world.group)))
+            known.append((coordinator.member_id, CHANNEL._members.get(world.group)))
         return await real(coordinator, request)
 
     monkeypatch.setattr(GroupCoordinator, "_send_req", sending)
@@ -222,7 +222,7 @@ async def test_the_launcher_knows_a_member_before_its_group_counts_on_it(
     assert members
     assert all(member == told for member, told in members)
     await session.close()
-    assert world.group not in WILL._members
+    assert world.group not in CHANNEL._members
 
 
 async def test_a_rebalance_waits_for_what_runs_and_the_next_owner_starts_exactly_behind_it(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
+from idemconsumer.channel import MOST, Channel, Ear
 from idemconsumer.observe.counts import Counts
 from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.reports import HandlerState, Report, encoded
 from idemconsumer.ports.broker import Lag
-from idemconsumer.process.telling import MOST, Telling, pipe
 from idemconsumer.rules.health import Phase
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from tests.support.waiting import until
@@ -50,37 +51,53 @@ async def test_a_full_pipe_blocks_nobody_and_tears_no_line() -> None:
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
-    telling = Telling()
-    telling.address(writing)
+    channel = Channel()
+    channel.attach(f"{writing} reports")
     try:
         for number in range(40):  # far beyond what a pipe holds
-            telling.say(b"%d" % number * 5_000 + b"\n")
+            channel.tell("report", b"%d" % number * 5_000, patience=0.0)
         received = os.read(reading, 1_000_000)
-        telling.say(b"later\n")
-        telling.say(b"x" * MOST + b"\n")  # longer than a line may be
+        channel.tell("report", b"later", patience=0.0)
+        channel.tell("report", b"x" * MOST, patience=0.0)  # longer than a line may be
         received += os.read(reading, 1_000_000)
     finally:
         os.close(reading)
-    whole = [b"%d" % number * 5_000 for number in range(40)]
+    whole = [b"report " + b"%d" % number * 5_000 for number in range(40)]
     *lines, last, end = received.split(b"\n")
     assert 3 < len(lines) < 40
     assert lines == whole[: len(lines)]
-    assert (last, end) == (b"later", b"")
-    telling.say(b"to nobody\n")
-    assert not telling.heard
+    assert (last, end) == (b"report later", b"")
+    channel.tell("report", b"to nobody", patience=0.0)
+    assert not channel.reports
     os.close(writing)
+
+
+async def test_who_is_a_member_is_in_the_pipe_though_a_large_report_is_under_way() -> None:
+    """K15"""
+    heard: list[tuple[str, bytes]] = []
+    ear, channel = Ear(lambda kind, value: heard.append((kind, value))), Channel()
+    channel.attach(f"{ear.theirs} reports")
+    report = b"x" * 500_000  # eight times what a pipe holds
+    channel.tell("report", report, patience=0.0)
+    joining = asyncio.get_running_loop().run_in_executor(None, channel.joined, "group", "member")
+    await until(joining.done)
+    ear.listen()
+    assert heard == [("report", report), ("members", b'{"group": "member"}')]
+    assert ear.said("members") == {"group": "member"}
+    os.close(ear.theirs)
+    ear.close()
 
 
 async def test_the_launcher_hears_the_last_whole_line_also_of_a_worker_that_has_died() -> None:
-    heard: list[bytes] = []
-    ear, writing = pipe(heard.append)
-    assert not os.get_blocking(writing)
-    os.write(writing, b"one\ntwo\nthr")
-    await until(lambda: heard == [b"two"])
-    os.write(writing, b"ee\nfo")
-    os.close(writing)
+    heard: list[tuple[str, bytes]] = []
+    ear = Ear(lambda kind, value: heard.append((kind, value)))
+    assert not os.get_blocking(ear.theirs)
+    os.write(ear.theirs, b"report one\nbeat 5\nreport two\nreport thr")
+    await until(lambda: heard == [("report", b"two"), ("beat", b"5")])
+    os.write(ear.theirs, b"ee\nreport fo")
+    os.close(ear.theirs)
     ear.close()
-    assert heard == [b"two", b"three"]
+    assert heard[2:] == [("report", b"three")]
 
 
 def test_totals_never_go_back_though_workers_die() -> None:

@@ -42,7 +42,7 @@ from idemconsumer.brokers.kafka.reading import Partition, Reading
 from idemconsumer.brokers.kafka.seat import Seat
 from idemconsumer.brokers.kafka.topics import Topics
 from idemconsumer.brokers.kafka.unreadable import Unreadable
-from idemconsumer.brokers.last_will import WILL
+from idemconsumer.channel import CHANNEL
 from idemconsumer.errors import Replaced, SessionEnded, StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.ports.broker import Bounds, Delivery, Lag
@@ -124,7 +124,7 @@ class KafkaSession:
         self._health.existing(existing)
         self._fetched = watch(self._consumer, self._unreadable.halt, self._reading.follows)
         if self._seat.instance is None:  # a static member keeps its partitions while it restarts
-            watch_membership(self._consumer, partial(WILL.joined, self._group))
+            watch_membership(self._consumer, partial(CHANNEL.joined, self._group))
         if self._topics.patterns:  # as `subscribe` does with a pattern
             self._consumer._subscription.subscribe_pattern(self._topics, listener=_Listener(self))
             self._consumer._client.set_topics([])
@@ -215,7 +215,7 @@ class KafkaSession:
         await end(*self._tasks)
         await self._placing.close()
         await stop(self._consumer)
-        WILL.left(self._group)
+        CHANNEL.left(self._group)
         if self._poll is not None:  # it may still wait for an assignment that will never come
             await end(self._poll)
 
