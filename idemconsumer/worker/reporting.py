@@ -1,4 +1,4 @@
-"""What a worker tells its launcher: how its parts stand, as far as they are there."""
+"""What a worker tells its launcher: how its parts stand, as far as they are there, and how far behind it is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Final
 from idemconsumer.channel import CHANNEL
 from idemconsumer.duty import Duty
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.logs import log
 from idemconsumer.observe.counts import Counts
 from idemconsumer.observe.reports import PoolState, Report, encoded
 from idemconsumer.ports.broker import BytesInHand, Lag
@@ -19,11 +20,13 @@ from idemconsumer.rules.health import Phase
 from idemconsumer.stores.pool import Pool
 from idemconsumer.worker.conditions import Conditions
 from idemconsumer.worker.feed import Feed
-from idemconsumer.worker.lags import Lags
 from idemconsumer.worker.lanes import Lanes
 from idemconsumer.worker.retention import Retention
 
 _EVERY: Final = 1.0  # seconds between two reports
+_FIRST_LAG: Final = 1.0  # seconds until it is asked first how far behind it is, while sessions open
+_EVERY_LAG: Final = 15.0
+_LAG_PATIENCE: Final = 20.0  # for one session
 _HICCUP: Final = 5.0  # seconds that any event loop may stand still
 
 
@@ -36,13 +39,15 @@ class Reporting:
     def __init__(self, handlers: Sequence[BoundHandler], draining: asyncio.Event) -> None:
         self.counts = Counts()
         self.pools: dict[str, Pool] = {}
+        self._lag: dict[str, Lag] = {}
+        self._whole = os.environ.get(WORKER, "0") == "0"  # it asks too of what every worker would say the same
         self._handlers = handlers
         self._app = handlers[0].app
         # A handler may keep the loop for as long as it may take, and no longer: beyond that no time limit works.
         self._patience = _EVERY + max([_HICCUP, *(handler.options.timeout for handler in handlers)])
         self._draining = draining
         self._leaving = False
-        self._at_work: tuple[Sequence[Feed], Lanes, BytesInHand, Retention, Conditions, Lags] | None = None
+        self._at_work: tuple[Sequence[Feed], Lanes, BytesInHand, Retention, Conditions] | None = None
 
     @asynccontextmanager
     async def going_on(self) -> AsyncIterator[None]:
@@ -63,14 +68,13 @@ class Reporting:
         self, feeds: Sequence[Feed], lanes: Lanes, memory: BytesInHand, retention: Retention, conditions: Conditions
     ) -> list[Coroutine[Any, Any, None]]:
         """The worker has all its parts. Returns what is to run beside them: nothing if nobody listens."""
-        lags = Lags(feeds, whole=os.environ.get(WORKER, "0") == "0")
-        self._at_work = feeds, lanes, memory, retention, conditions, lags
-        return [lags.run()] if CHANNEL.reports else []
+        self._at_work = feeds, lanes, memory, retention, conditions
+        return [Duty(self._look_behind, _EVERY_LAG, first=_FIRST_LAG).run()] if CHANNEL.reports else []
 
     @property
     def lag(self) -> Mapping[str, Lag]:
         """By source, where somebody listens."""
-        return {} if self._at_work is None else self._at_work[-1].known
+        return self._lag
 
     def report(self) -> Report:
         report = Report(
@@ -81,7 +85,7 @@ class Reporting:
             pools={name: PoolState(*pool.usage) for name, pool in self.pools.items()},
         )
         if self._at_work is not None:
-            feeds, lanes, memory, retention, conditions, lags = self._at_work
+            feeds, lanes, memory, retention, conditions = self._at_work
             report.stalled = {feed.name: seconds for feed in feeds if (seconds := feed.stalled) is not None}
             report.up = {source: feed.away is None for feed in feeds for source in feed.sources}
             report.lacking = [feed.name for feed in feeds if feed.away is not None]
@@ -89,7 +93,7 @@ class Reporting:
             report.handlers = lanes.states
             for handler in self._handlers:
                 report.handlers[handler.name].held_up = [each.by for each in conditions.of(handler)]
-            report.lag = lags.known
+            report.lag = self._lag
             report.in_hand, report.bytes_in_hand = lanes.in_hand.in_flight, memory.held
             self.counts.pruned = retention.pruned
         return report
@@ -101,3 +105,15 @@ class Reporting:
         if self._draining.is_set():
             return Phase.DRAINING
         return Phase.STARTING if self._at_work is None else Phase.CONSUMING
+
+    async def _look_behind(self) -> None:
+        """How far behind its sources it is: asked beside the work, and never waited for (O11)."""
+        assert self._at_work is not None
+        lag: dict[str, Lag] = {}
+        for feed in self._at_work[0]:
+            try:
+                async with asyncio.timeout(_LAG_PATIENCE):
+                    lag |= await feed.lag(whole=self._whole)
+            except Exception as error:  # noqa: BLE001 - whatever a client raises, this decides nothing
+                log.debug("lag not known", error=type(error).__name__)
+        self._lag = lag

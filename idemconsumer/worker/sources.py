@@ -1,4 +1,5 @@
-"""Whether a source would lose messages, or deliver one again after its record is gone: for `check`, and at a start."""
+"""What is said at a start: whether a source would lose messages, or deliver one again after its record is gone, which
+`check` says too, and which sagas nobody continues (L31)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, runtime_checkable
 
+from idemconsumer.admin.orphans import Sagas, find_orphans
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
@@ -63,6 +65,19 @@ async def warn_of_sources(
             if finding.level != "ok":
                 say = log.error if finding.level == "error" else log.warning
                 say("source at risk", source=finding.subject, finding=finding.text)
+
+
+async def warn_of_orphans(dsn: str, schema: str, app: str, sagas: Sagas) -> None:
+    """Raises nothing: it decides nothing. `sagas` as in `find_orphans`. Those of apps that are in none of these names
+    are for `check`."""
+    try:
+        found = await find_orphans(dsn, schema, app, sagas)
+    except IdemConsumerError as error:
+        log.warning("orphaned sagas could not be checked", error=error_text(error))
+        return
+    for orphans in found:
+        if orphans.waiting.app in {app, *(its for its, _ in sagas)}:
+            log.warning("orphaned sagas", handler=orphans.waiting.handler, finding=orphans.text)
 
 
 def _retention(handler: BoundHandler, subscription: Subscription, kept: float | None) -> list[Finding]:

@@ -16,6 +16,7 @@ from idemconsumer.admin.orphans import Sagas
 from idemconsumer.brokers.connecting import connect
 from idemconsumer.brokers.due_sagas import SCHEME, DueSagas
 from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.duty import within
 from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
@@ -44,13 +45,13 @@ from idemconsumer.worker.feed import Feed
 from idemconsumer.worker.forwarding import Forwarder
 from idemconsumer.worker.in_hand import InHand
 from idemconsumer.worker.lanes import Lanes
-from idemconsumer.worker.orphans import warn_of_orphans
 from idemconsumer.worker.outage import Outage
 from idemconsumer.worker.relay import Relay, reachable
 from idemconsumer.worker.replies import Replies
 from idemconsumer.worker.reporting import Reporting
 from idemconsumer.worker.retention import Retention
 from idemconsumer.worker.schedules import Schedules
+from idemconsumer.worker.sources import warn_of_orphans
 from idemconsumer.worker.standing import Standing, standing
 from idemconsumer.worker.steering import Steering
 
@@ -425,14 +426,12 @@ class Worker:
     async def _leave(self, feeds: Sequence[Feed], lanes: Lanes) -> None:
         log.info("draining", in_flight=lanes.in_hand.in_flight)
         await asyncio.gather(*(feed.stop_fetching() for feed in feeds))
-        deadline = asyncio.get_running_loop().time() + self._settings.drain_timeout
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._settings.drain_timeout
         # What begins later may not end in time.
         await lanes.run_out(self._settings.drain_timeout / 2, lambda: any(feed.reading for feed in feeds))
         lanes.drain()
-        try:
-            async with asyncio.timeout_at(deadline):
-                await lanes.finished.wait()
-        except TimeoutError:
+        if not await within(deadline - clock(), lanes.finished):
             log.warning("drain timed out, rolling back what still runs", seconds=self._settings.drain_timeout)
             lanes.cancel()
             await lanes.finished.wait()

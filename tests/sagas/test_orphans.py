@@ -11,7 +11,7 @@ from idemconsumer.admin.orphans import Waiting, orphans
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.message import keys
 from idemconsumer.rules.values import Signalled
-from idemconsumer.worker.orphans import warn_of_orphans
+from idemconsumer.worker.sources import warn_of_orphans
 from tests.support.logs import capture_logs
 from tests.support.sagas import SCHEMA, Bench, Remote, Station, put, saga
 
