@@ -31,7 +31,7 @@ from idemconsumer.errors import (
 from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
 from idemconsumer.ports.handler import Done, NotDone
-from idemconsumer.ports.leases import LeasedSaga, LeaseStore
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules import saga as rules
 from idemconsumer.rules.replay import PATCH, ordered
@@ -52,6 +52,7 @@ from idemconsumer.sagas.steps import Steps
 from idemconsumer.sagas.undo import NotAskedFor, NotUndone, Undo
 from idemconsumer.sagas.users_saga import UsersSaga
 from idemconsumer.sagas.waits import Paused
+from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.user_code.cancellation import from_cancellation, run_isolated, uninterrupted
 
 _MOST_NAMES: Final = 50  # in the error of a dead letter
@@ -69,7 +70,7 @@ class Attempt:
     def __init__(
         self,
         work: Work,
-        leases: LeaseStore,
+        leases: PostgresLeases,
         at: At,
         functions: StepFunctions,
         chance: Callable[[], float],

@@ -16,12 +16,14 @@ from idemconsumer.handlers.handler import BoundHandler, Starter
 from idemconsumer.message import arguments, codecs, keys
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Child, Duration, OnExisting, Tx
-from idemconsumer.ports.leases import Kinship, LeasedSaga, LeaseStore, OpenStep
+from idemconsumer.ports.leases import Kinship, LeasedSaga
 from idemconsumer.rules.saga import CHILD, CONFLICT, EXISTS
 from idemconsumer.rules.values import State, StepKind
 from idemconsumer.rules.verdicts import Verdict, judge
 from idemconsumer.sagas.step import StepSpec, step_key
 from idemconsumer.sagas.waits import WaitSpec
+from idemconsumer.stores.leases import PostgresLeases
+from idemconsumer.stores.open_steps import PostgresStep
 
 
 class ChildRuns(OfTheEngine):
@@ -58,7 +60,7 @@ class StartSpec(StepSpec):
     starts: _Starts | None = None
     owner: bytes = b""  # the saga that it is begun for: not this one if another's start was the first (L80)
 
-    async def begin(self, opened: OpenStep) -> None:
+    async def begin(self, opened: PostgresStep) -> None:
         """Before its function. Raises BadMessage for a payload that the handler does not take, SagaMisused where this
         saga would wait for itself, and Reject where its key has begun with another payload, or is not to be joined."""
         assert self.starts is not None
@@ -94,8 +96,8 @@ class StartSpec(StepSpec):
             raise SagaChanged(f"step {self.name!r} was recorded as something else than the start of a saga") from None
         return Child(self.starts.child.handler, stored.key, stored.tenant, stored.id)
 
-    async def stop(self, store: LeaseStore, saga: LeasedSaga, child: Child[Any]) -> State:
-        """See `LeaseStore.stop_child`."""
+    async def stop(self, store: PostgresLeases, saga: LeasedSaga, child: Child[Any]) -> State:
+        """See `PostgresLeases.stop_child`."""
         assert self.starts is not None
         scope = self.starts.bound.identity.scope(child.tenant)
         return await store.stop_child(saga, bytes.fromhex(child.id), scope, replace(self.starts, child=child).queued)

@@ -15,13 +15,14 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import Contention, Retry
 from idemconsumer.handlers.durations import retry_delay
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga, LeaseStore
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.redaction import traceback_text
 from idemconsumer.rules.backoff import MAX_UNSETTLED, Backoff
 from idemconsumer.rules.saga import overdue_in
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.rules.verdicts import contention_pause
+from idemconsumer.stores.leases import PostgresLeases
 
 _UNTIL_OTHERS: Final = 5.0  # seconds; then any worker may take it
 
@@ -31,7 +32,9 @@ At: TypeAlias = Callable[[Point | SagaPoint, str, Sequence[bytes]], None]
 class Endings:
     """The ways in which an attempt of the saga in `work` ends."""
 
-    def __init__(self, work: Work, leases: LeaseStore, at: At, chance: Callable[[], float], telling: Telling) -> None:
+    def __init__(
+        self, work: Work, leases: PostgresLeases, at: At, chance: Callable[[], float], telling: Telling
+    ) -> None:
         self._work = work
         self._held = work.of_saga
         self._telling = telling

@@ -23,7 +23,7 @@ from idemconsumer.engine.failing import Subject
 from idemconsumer.engine.work import Work, traced
 from idemconsumer.errors import CommitUnknown, Contention, Fenced, RunEagerly, SagaCancelled, StoreUnavailable
 from idemconsumer.logs import log
-from idemconsumer.ports.leases import LeasedSaga, LeaseStore
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import NullObserver, Observer, Point, SagaPoint
 from idemconsumer.rules.habits import Habits
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record, State
@@ -31,6 +31,7 @@ from idemconsumer.rules.verdicts import Verdict, judge
 from idemconsumer.sagas.attempt import Attempt
 from idemconsumer.sagas.functions import StepFunctions
 from idemconsumer.sagas.probes import Probes
+from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.user_code.cancellation import CancellationWatch
 
 _STORED = (OutcomeKind.BUSY, OutcomeKind.RETRYING, OutcomeKind.FENCED, OutcomeKind.CANCELLED)
@@ -43,7 +44,7 @@ class LeasedEngine:
     def __init__(
         self,
         engine: Engine,
-        leases: LeaseStore,
+        leases: PostgresLeases,
         observer: Observer | None = None,
         *,
         lease: float = math.inf,

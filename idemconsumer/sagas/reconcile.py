@@ -11,11 +11,12 @@ from idemconsumer.handlers.handler import BoundHandler, Call
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone, Unknown
-from idemconsumer.ports.leases import LeasedSaga, LeaseStore
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.saga import refusal
 from idemconsumer.sagas.functions import GRACE, StepFunctions, left_behind
 from idemconsumer.sagas.step import StepCall, StepSpec
+from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.user_code.call import call_in_transaction, call_user_code
 from idemconsumer.user_code.cancellation import run_isolated, run_mortal
 
@@ -53,7 +54,7 @@ async def ask_remote_of_undo(
 
 
 async def complete_if_done(
-    leases: LeaseStore,
+    leases: PostgresLeases,
     saga: LeasedSaga,
     handler: BoundHandler,
     call: Call,
@@ -77,7 +78,7 @@ async def complete_if_done(
 
         left = partial(left_behind, handler.reconcile)
         asking = run_mortal(run_isolated(handler.reconcile(call, opened.tx(), saga.attempt)), GRACE, left)
-        answer = await call_in_transaction(opened, asking, functions.limit_in_transaction(), accept)
+        answer = await call_in_transaction(opened.claims, asking, functions.limit_in_transaction(), accept)
         if not isinstance(answer, Done):
             return answer
         result = codecs.encode(answer.result, compared=False)

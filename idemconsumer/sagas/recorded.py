@@ -8,8 +8,8 @@ from typing import Final
 
 from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeaseStore
 from idemconsumer.rules.values import StepRow
+from idemconsumer.stores.leases import PostgresLeases
 
 WINDOW: Final = 4 << 20  # bytes of outputs in memory that nobody has asked for yet, beside the largest one
 _AT_ONCE: Final = WINDOW // 2  # bytes, so that two branches in different places do not drive each other's out
@@ -19,7 +19,7 @@ class Outputs:
     """Those of `rows`, which are asked for in about this order. What was read ahead is dropped, the oldest first, when
     it is more than the window."""
 
-    def __init__(self, store: LeaseStore, key: bytes, rows: Sequence[StepRow]) -> None:
+    def __init__(self, store: PostgresLeases, key: bytes, rows: Sequence[StepRow]) -> None:
         self._store = store
         self._key = key
         left = [row for row in rows if row.left]

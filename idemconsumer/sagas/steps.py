@@ -13,7 +13,7 @@ from idemconsumer.errors import Reject, SagaMisused, UnknownEffect
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone
-from idemconsumer.ports.leases import LeasedSaga, LeaseStore
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.saga import refusal
 from idemconsumer.rules.values import StepKind, StepRow, StepState
@@ -25,6 +25,7 @@ from idemconsumer.sagas.reconcile import ask_remote
 from idemconsumer.sagas.recorded import Outputs
 from idemconsumer.sagas.step import StepSpec, step_key
 from idemconsumer.sagas.waits import FirstSpec, WaitSpec
+from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.user_code.call import call_in_transaction, call_user_code
 
 
@@ -33,7 +34,7 @@ class Steps:
 
     def __init__(
         self,
-        store: LeaseStore,
+        store: PostgresLeases,
         saga: LeasedSaga,
         functions: StepFunctions,
         recorded: Outputs,
@@ -123,7 +124,7 @@ class Steps:
                     await spec.begin(opened)
                 running = functions.begin(spec.fn, opened.tx(functions.habits), *spec.args, gets="tx")
                 limit = functions.limit_in_transaction(spec.limits.timeout)
-                output, value = await call_in_transaction(opened, running, limit, accept, forget=False)
+                output, value = await call_in_transaction(opened.claims, running, limit, accept, forget=False)
             except Exception as error:
                 refused = refusal(error, self._fail_on)
                 if refused is None:

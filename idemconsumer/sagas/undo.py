@@ -8,7 +8,7 @@ from uuid import UUID
 
 from idemconsumer.errors import SagaChanged, UnknownEffect
 from idemconsumer.ports.handler import Child, Done, NotDone
-from idemconsumer.ports.leases import LeasedSaga, LeaseStore
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import SagaPoint
 from idemconsumer.rules.saga import parked, to_undo, undecided
 from idemconsumer.rules.values import State, StepKind, StepRow, StepState
@@ -19,6 +19,7 @@ from idemconsumer.sagas.reconcile import ask_remote_of_undo
 from idemconsumer.sagas.recorded import Outputs
 from idemconsumer.sagas.run import SagaInterrupted
 from idemconsumer.sagas.step import StepSpec, step_key
+from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.user_code.call import call_in_transaction, call_user_code
 from idemconsumer.user_code.cancellation import run_isolated
 
@@ -46,7 +47,7 @@ class Undo:
 
     def __init__(
         self,
-        store: LeaseStore,
+        store: PostgresLeases,
         saga: LeasedSaga,
         functions: StepFunctions,
         probes: Probes,
@@ -110,7 +111,7 @@ class Undo:
         async with self._store.step(self._saga, row.name, has_undo=True, undo=True, timeout=seconds) as opened:
             undoing = functions.begin(spec.undo, opened.tx(functions.habits), output, *spec.args, gets=gets)
             limit = functions.limit_in_transaction(spec.limits.timeout)
-            await call_in_transaction(opened, undoing, limit, lambda _: opened.check())
+            await call_in_transaction(opened.claims, undoing, limit, lambda _: opened.check())
             await opened.finish(None, overlapped=False)
 
     async def _undo_call(self, row: StepRow, spec: StepSpec, output: object) -> None:

@@ -1,10 +1,10 @@
-"""LeaseStore on Postgres: sagas by lease and fence token.
+"""Sagas in Postgres: leases, fence tokens and checkpoints.
 
 Each write is one transaction that first locks the saga's row (`fence`, FOR SHARE) with its fence token, worker and
 phase; takeover and everything that changes the phase lock it FOR UPDATE. So a former owner finds no row, and a
 takeover waits for a saga that is still being written, or passes it over. The transactions are sealed like the joined
 ones. Claims, intents, outputs and completions share a transaction with those of other sagas (`shared_commits`); the
-function of a `tx` step has its own.
+function of a `tx` step has its own (`open_steps`).
 """
 
 from __future__ import annotations
@@ -17,37 +17,38 @@ from typing import Any, Final, Protocol
 
 from msgspec.structs import replace
 
-from idemconsumer.errors import SIGNAL_TIMEOUT, Fenced, SagaCancelled
+from idemconsumer.errors import SIGNAL_TIMEOUT, Fenced
 from idemconsumer.message import codecs, keys
 from idemconsumer.message.delivered import encode_delivered, with_delivered
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.message.origin import parent_of
-from idemconsumer.ports.leases import Begun, Kinship, LeasedSaga, Look
+from idemconsumer.ports.leases import Kinship, LeasedSaga, Look
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.saga import ANY_VERSION, CANCELLED, CONFLICT
-from idemconsumer.rules.values import Found, Record, State, StepKind, StepRow, StepState
+from idemconsumer.rules.values import Found, State, StepKind, StepRow, StepState
 from idemconsumer.stores.claims import PostgresClaims, transaction
 from idemconsumer.stores.columns import Statement, stored_row
 from idemconsumer.stores.literals import clean
+from idemconsumer.stores.open_steps import PostgresCompletion, PostgresStep, finished
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.shared_commits import (
     BEGIN_SAGAS,
     BEGIN_STEPS,
     END_SAGAS,
+    ENDED,
     FINISH_STEPS,
+    NOT_OURS,
     SharedCommits,
     Write,
-    commit,
-    send,
+    fence,
+    see_whole,
 )
 from idemconsumer.stores.shared_reads import SharedReads, step_row
 
 _AHEAD: Final = 5.0  # seconds; what is due later is found by a later look
 VERSION_GRACE: Final = 600.0  # seconds; a deployment that is taken back brings a version back
 _ANY: Final[Mapping[tuple[str, str], str | None]] = MappingProxyType({})
-_NOT_OURS: Final = "the saga has another owner, or another phase"
-_ENDED: Final = "the step has already ended, so another worker has resumed the saga"
 
 
 class Lease(Protocol):
@@ -62,7 +63,13 @@ class Lease(Protocol):
 
 
 class PostgresLeases:
-    """See `ports.LeaseStore`."""
+    """The sagas of one process, held by lease and token.
+
+    Every write is fenced: it locks the saga's row FOR SHARE with the holder's token and phase, in the writing
+    transaction, and raises Fenced when there is no such row. CommitUnknown must be answered by `retake`, never by
+    reading again with the old token. Every method raises StoreUnavailable when the database is unreachable. `step` and
+    `intend` wait while the lease could not be renewed in time (L38).
+    """
 
     def __init__(
         self,
@@ -86,6 +93,7 @@ class PostgresLeases:
 
     # --------------------------------------------------------------------------------------------- claims and takeovers
     async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Found | LeasedSaga:
+        """Claim the key and store the message with it, committed on return; else what was found."""
         worker = self._lease.worker
         row = {
             "handler": handler,
@@ -99,12 +107,7 @@ class PostgresLeases:
             "delivered": encode_delivered(message),
             "parent": parent_of(message),
         }
-        write = Write(BEGIN_SAGAS, row, claim=claim)
-        answer = await self._shared.write(write)
-        if answer is None:
-            async with transaction(self._pool, group=1) as claims:
-                answer = (await commit(claims, [write]))[write]
-        assert answer is not None
+        answer = await self._shared.begin(Write(BEGIN_SAGAS, row, claim=claim))
         if not isinstance(answer, int):
             return answer
         return LeasedSaga(
@@ -114,10 +117,17 @@ class PostgresLeases:
         )  # fmt: skip
 
     async def own(self, key: bytes | None = None) -> list[tuple[bytes, int]]:
+        """Key and token of each saga that is ours in the database; with `key`, of that one alone.
+
+        One that is not in hand in this process *after* this returned was left by a lost answer, or by a release that
+        failed: every run has its saga in hand before it asks for it.
+        """
         rows = await self._pool.alone("own_sagas", {"worker": self._lease.worker, "key": key})
         return [(key, token) for key, token in rows]
 
     async def look(self, app: str, handlers: Sequence[str], queues: Sequence[str] = ()) -> Look:
+        """Whether there is anything to take, in one statement that changes nothing (L32); also from these Postgres
+        queues (L61). Without them it waits for no lock on their tables (L67)."""
         asked = self._ours(app, handlers) | {"ahead": _AHEAD, "queues": list(queues)}
         rows = await self._pool.read("look_for_sagas" if queues else "look_for_sagas_alone", asked)
         own = [(key, token) for _, _, key, token, *_ in rows if key is not None]
@@ -134,6 +144,14 @@ class PostgresLeases:
         unheld: Sequence[tuple[bytes, int]] = (),
         key: bytes | None = None,
     ) -> list[LeasedSaga]:
+        """Take over sagas that are due or stale, up to `limit` of each handler, each with a new token. Skips those that
+        are being written to.
+
+        Of a handler whose version the store was told, only sagas of that version, of any version by a person's
+        decision, or of one that is gone: for ten minutes no worker has lived that runs it (L28). A lost worker costs an
+        attempt only after `count`. `unheld` are those of `own` that are not in hand here: they are taken too, at no
+        cost of an attempt, unless they have another token by now. With `key`, that saga alone.
+        """
         params = self._ours(app, handlers)
         params |= {"unheld": [key for key, _ in unheld], "tokens": [token for _, token in unheld]}
         statement, more = ("take_sagas", {"limit": limit}) if key is None else ("take_saga", {"key": key})
@@ -142,15 +160,15 @@ class PostgresLeases:
 
     def _ours(self, app: str, handlers: Sequence[str]) -> dict[str, Any]:
         """What says which sagas this process may run."""
+        versions = [self._versions.get((app, handler), ANY_VERSION) or "" for handler in handlers]
         return {
             "scopes": keys.scopes_of(app), "app": app, "worker": self._lease.worker, "grace": self._grace,
-            "handlers": list(handlers), "versions": [self._version(app, handler) for handler in handlers],
+            "handlers": list(handlers), "versions": versions,
         }  # fmt: skip
 
-    def _version(self, app: str, handler: str) -> str:
-        return (self._versions[app, handler] or "") if (app, handler) in self._versions else ANY_VERSION
-
     async def superseded(self, app: str, saga: LeasedSaga) -> bool:
+        """Whether a worker of another build runs the handler in the same version, or did so within the last ten
+        minutes. Builds that were unable to go on with the saga do not count (L29)."""
         return bool(await self._pool.alone("left_to_others", self._others(app, saga)))
 
     def _others(self, app: str, saga: LeasedSaga) -> dict[str, Any]:
@@ -158,6 +176,9 @@ class PostgresLeases:
         return its | {"grace": self._grace, "build": self._build}
 
     async def leave(self, app: str, saga: LeasedSaga, error: str, delay: float) -> float | None:
+        """Give it up at no cost, to a live worker as `superseded` has it, or for `delay` seconds if there is none now;
+        returns in how many seconds it can be taken. This build is unable to go on with it. None: there is no such
+        worker, and it is still ours."""
         params = self._others(app, saga) | {"error": clean(error), "delay": delay, "stale": saga.stale}
         params |= {"token": saga.token, "worker": saga.worker, "heeded": saga.cancel is not None}
         async with self._locked(saga, ends=False) as claims:
@@ -166,37 +187,48 @@ class PostgresLeases:
         return None if not left else 0.0 if left[0][0] else delay
 
     async def retake(self, key: bytes, token: int | None) -> LeasedSaga | None:
+        """After CommitUnknown: a new token for what we hold, once all writes in flight have ended. None: not ours.
+
+        `token` None: that of the claim is not known, since its answer was lost.
+        """
         worker = self._lease.worker
         await self._pool.alone("await_saga", {"key": key, "worker": worker})
         rows = await self._pool.alone("retake_saga", {"key": key, "token": token, "worker": worker})
         return _leased_saga(rows[0], worker) if rows else None
 
     async def count(self, saga: LeasedSaga) -> None:
+        """Put on record that it is about to run alone: if this worker dies before the next step is finished, that is an
+        attempt. To count it again changes nothing."""
         async with self._locked(saga) as claims:
             await claims.complete([], [], more=[("count_saga", {"key": saga.key})])
 
     async def steps(self, key: bytes, window: int = 0) -> list[StepRow]:
+        """In the order in which they finished. With their outputs up to `window` bytes in all, and each output that is
+        no larger than 64 bytes; the others are left in the store (L55)."""
         return await self._reads.steps(key, window)
 
     async def outputs(self, key: bytes, names: Sequence[str]) -> dict[str, StoredResult]:
+        """The outputs of finished steps, by name."""
         rows = await self._pool.alone("outputs", {"key": key, "names": list(names)})
         return {name: StoredResult(output, content_type or "") for name, output, content_type in rows}
 
     # ------------------------------------------------------------------------------------------------- fenced writes
     @asynccontextmanager
     async def _locked(self, saga: LeasedSaga, *, ends: bool = True) -> AsyncIterator[PostgresClaims]:
-        """A transaction that begins by locking the saga's row FOR UPDATE. Raises Fenced when it is no longer ours, and
-        SagaCancelled if it `ends` the saga or its phase, and is to be cancelled by now (L50)."""
+        """A transaction that begins by locking the saga's row FOR UPDATE. Raises as `see_whole`."""
         async with transaction(self._pool, group=1) as claims:
-            (locked,) = await claims.begin(("fence_whole", _fence(saga)))
-            _see_whole(locked, saga, ends=ends)
+            (locked,) = await claims.begin(("fence_whole", fence(saga)))
+            see_whole(locked, saga, ends=ends)
             yield claims
 
-    async def _at_once(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-        """One statement that fences itself, as a whole transaction (L9): its rows."""
+    async def _at_once(self, statement: str, saga: LeasedSaga, /, **given: Any) -> tuple[Any, ...]:
+        """One statement that fences itself, as a whole transaction (L9): its row."""
         async with transaction(self._pool, group=1) as claims:
-            (answer,) = await claims.commit([(name, params)])
-            return claims.rows(answer)
+            (answer,) = await claims.commit([(statement, fence(saga) | given)])
+            rows = claims.rows(answer)
+        if not rows or rows[0][0] is None:
+            raise Fenced(NOT_OURS)
+        return rows[0]
 
     @asynccontextmanager
     async def step(
@@ -209,15 +241,17 @@ class PostgresLeases:
         timeout: float = 0.0,
         arguments: bytes | None = None,
     ) -> AsyncIterator[PostgresStep]:
+        """A `tx` step, or its undo: fence and checkpoint come before the function's first statement (L3). It begins
+        under a lease that is good for its `timeout`, in seconds (L59). `arguments`: as in `StepRow`."""
         await self._lease.good(timeout)
         async with transaction(self._pool, group=1) as claims:
             await self._lease.good(timeout)  # a connection may have been waited for
             state = StepState.UNDO_INTENT if undo else StepState.DONE
             attempt = await claims.begin_step(_step(saga, name, StepKind.TX, state, has_undo, arguments))
             if attempt is None:
-                raise Fenced(_NOT_OURS)
+                raise Fenced(NOT_OURS)
             if not attempt:
-                raise Fenced(_ENDED)
+                raise Fenced(ENDED)
             yield PostgresStep(claims, saga, name, undo=undo)
 
     async def intend(
@@ -231,10 +265,12 @@ class PostgresLeases:
         timeout: float = 0.0,
         arguments: bytes | None = None,
     ) -> int:
+        """Commit that the remote is about to be called; returns how many times it will have been, under a lease that
+        is good for `timeout` seconds (L59). `overlapped`: the call has no fixed place among the steps (L24)."""
         await self._lease.good(timeout)
         state = StepState.UNDO_INTENT if undo else StepState.INTENT
         row = _step(saga, name, StepKind.CALL, state, has_undo, arguments) | {"placed": not overlapped}
-        attempt = await self._commit(saga, Write(BEGIN_STEPS, row))
+        attempt = await self._shared.write(saga, Write(BEGIN_STEPS, row))
         await self._lease.good(timeout)  # the commit may have been slow
         return attempt
 
@@ -242,76 +278,69 @@ class PostgresLeases:
         self, saga: LeasedSaga, name: str, kind: StepKind, state: StepState, output: StoredResult | None,
         *, has_undo: bool, overlapped: bool, arguments: bytes | None = None,
     ) -> int:  # fmt: skip
-        row = _step(saga, name, kind, state, has_undo, arguments) | _finished(output, overlapped)
-        return await self._commit(saga, Write(FINISH_STEPS, row))
+        """Commit a call's output, a step's rejection, or that a call was undone; returns its position."""
+        row = _step(saga, name, kind, state, has_undo, arguments) | finished(output, overlapped)
+        return await self._shared.write(saga, Write(FINISH_STEPS, row))
 
     async def wait(
         self, saga: LeasedSaga, name: str, kind: StepKind, seconds: float, signal: str | None, *,
         child: bytes | None = None, overlapped: bool, closes: Sequence[str] = (),
     ) -> StepRow | float:  # fmt: skip
+        """Begin a wait, or look whether one that was begun is over: its end was computed at its beginning, by the
+        database's clock (L40). The oldest signal of its name is taken in the commit that records it. A float: it is not
+        over, for so many seconds. With `child`, the stored key of one that was started, it waits for its end. When it
+        is over, the waits of `closes` are gone (L74)."""
         timed_out = codecs.encode_rejection(SIGNAL_TIMEOUT, {"signal": signal})
-        given = _fence(saga) | {"name": name, "seconds": seconds, "signal": signal, "overlapped": overlapped}
-        given |= {"closes": list(closes)}
+        given = {"name": name, "seconds": seconds, "overlapped": overlapped, "closes": list(closes)}
         given |= {"timed_out": timed_out.body, "timed_out_type": timed_out.content_type}
         if child is None:
-            rows = await self._at_once("await_step", given)
+            row = await self._at_once("await_step", saga, signal=signal, **given)
         else:
-            rows = await self._at_once("await_child", given | _conflict(child))
-        if not rows:
-            raise Fenced(_NOT_OURS)
-        ((state, overlapped, position, output, content_type, left),) = rows
+            conflict = codecs.encode_rejection(CONFLICT, {"child": child.hex()})  # its key began with another payload
+            given |= {"child": child, "conflict": conflict.body, "conflict_type": conflict.content_type}
+            row = await self._at_once("await_child", saga, **given)
+        state, overlapped, position, output, content_type, left = row
         if position is None:
             return float(left)
         return step_row(name, kind, state, False, overlapped, position, 1, output, content_type, 0)
 
     async def pause(self, saga: LeasedSaga, waits: Sequence[str], at_most: float | None) -> float:
-        given = _fence(saga) | {"names": list(waits), "at_most": at_most}
-        ((seconds,),) = await self._at_once("pause_saga", given)
-        if seconds is None:
-            raise Fenced(_NOT_OURS)
-        return float(seconds)
+        """Give it up, at no cost, until one of these waits is over, or for `at_most` seconds (L58); returns in how many
+        seconds that is at the latest. It is due at once if one of their signals has come meanwhile (L42)."""
+        return float((await self._at_once("pause_saga", saga, names=list(waits), at_most=at_most))[0])
 
     async def kinship(self, key: bytes, child: bytes) -> Kinship:
+        """What the saga under `child` is to the one under `key` (L65)."""
         (row,) = await self._pool.alone("kinship", {"key": key, "child": child})
         return Kinship(*row)
 
     async def stop_child(self, saga: LeasedSaga, child: bytes, scope: str, queued: tuple[str, str]) -> State:
+        """How it has ended: COMPLETED, or FAILED if it left nothing to undo, or is not this saga's to undo (L80);
+        PROCESSING if it has not. One that has not begun is kept from beginning (L49). `queued`: queue and key of its
+        message."""
         cancelled = codecs.encode_rejection(CANCELLED, None)
         given = {"child": child, "body": cancelled.body, "content_type": cancelled.content_type, "scope": scope}
-        given |= {"queue": queued[0], "given": queued[1]}
-        ((state,),) = await self._at_once("stop_child", _fence(saga) | given)
-        if state is None:
-            raise Fenced(_NOT_OURS)
-        return State(state)
+        return State((await self._at_once("stop_child", saga, **given, queue=queued[0], given=queued[1]))[0])
 
     async def pause_undo(self, saga: LeasedSaga, child: bytes) -> float:
-        ((seconds,),) = await self._at_once("pause_undo", _fence(saga) | {"child": child})
-        if seconds is None:
-            raise Fenced(_NOT_OURS)
-        return float(seconds)
+        """As `pause`, until this child has ended."""
+        return float((await self._at_once("pause_undo", saga, child=child))[0])
 
     async def complete(self, saga: LeasedSaga, state: State, result: StoredResult | None) -> None:
-        row = _fence(saga) | {"final": int(state), **stored_row(result)}
-        await self._commit(saga, Write(END_SAGAS, row))
-
-    async def _commit(self, saga: LeasedSaga, write: Write) -> int:
-        """Commit it together with other sagas' writes, or alone if that left it out."""
-        answer = await self._shared.write(write)
-        if answer is None:
-            async with transaction(self._pool, group=1) as claims:
-                answer = await _alone(claims, saga, write)
-                await claims.complete([], [])
-        assert isinstance(answer, int)
-        return answer
+        """COMPLETED or FAILED, its result, and the end of the saga's row, in one commit."""
+        row = fence(saga) | {"final": int(state), **stored_row(result)}
+        await self._shared.write(saga, Write(END_SAGAS, row))
 
     async def undo(self, saga: LeasedSaga, rejection: StoredResult, added: Sequence[str] = ()) -> LeasedSaga | None:
+        """Commit UNDOING; None when an intent is open: what there is to undo is not known yet (L7). `added`: steps that
+        were recorded without an undo and have one now, which is recorded in the same commit (L25)."""
         key = {"key": saga.key}
         more: list[Statement] = [("add_undos", key | {"names": list(added)})] if added else []
         more.append(("set_undoing", key | {"rejection": rejection.body}))
         more.append(("set_record", key | {"state": int(State.UNDOING)}))
         async with transaction(self._pool, group=1) as claims:
-            locked, ((open_intents,),) = await claims.begin(("fence_whole", _fence(saga)), ("open_intents", key))
-            _see_whole(locked, saga)
+            locked, ((open_intents,),) = await claims.begin(("fence_whole", fence(saga)), ("open_intents", key))
+            see_whole(locked, saga)
             if open_intents:
                 return None
             await claims.complete([], [], more=more)
@@ -320,6 +349,8 @@ class PostgresLeases:
     async def release(
         self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool, held: bool = False
     ) -> None:
+        """Give it up: any worker may take it after `delay` seconds. `count=False` gives the attempt back (a drain).
+        `held`: a function that it needs fails in all sagas (D17), which is noted once for as long as that lasts."""
         async with self._locked(saga, ends=False) as claims:
             error = None if error is None else clean(error)
             params = {"key": saga.key, "delay": delay, "error": error, "back": 0 if count else 1}
@@ -328,6 +359,8 @@ class PostgresLeases:
             await claims.complete([], [], more=[("release_saga", params)])
 
     async def park(self, saga: LeasedSaga, letter: DeadLetter) -> int:
+        """Record DEAD, dead letter, and the saga's row put aside for a person, in one commit. Returns the
+        letter's id."""
         async with self._locked(saga) as claims:
             params = {"key": saga.key, "reason": letter.reason, "error": clean(letter.error), "worker": saga.worker}
             dead = {"key": saga.key, "state": int(State.DEAD)}
@@ -336,114 +369,24 @@ class PostgresLeases:
             return number
 
     async def note(self, key: bytes, what: str, detail: str | None) -> None:
+        """Add to the history of a saga that has not ended. Not fenced: it decides nothing."""
         detail = None if detail is None else clean(detail)
         await self._pool.alone("note", {"key": key, "what": what, "detail": detail})
 
     @asynccontextmanager
     async def completion(self, saga: LeasedSaga) -> AsyncIterator[PostgresCompletion]:
+        """A transaction in which to find out whether the saga is done. Leaving without `finish` rolls back."""
         async with self._locked(saga) as claims:
             # First, so that a COMMIT inside the function fails at the guard.
             await claims.send("set_record", {"key": saga.key, "state": int(State.COMPLETED)})
             yield PostgresCompletion(claims, saga)
 
 
-class PostgresCompletion:
-    """See `ports.OpenCompletion`."""
-
-    def __init__(self, claims: PostgresClaims, saga: LeasedSaga) -> None:
-        self._claims = claims
-        self._key = saga.key
-        self.tx = claims.tx
-        self.check = claims.check
-        self.restore = claims.restore
-        self.diagnose = claims.diagnose
-        self.settled = claims.settled
-        self.waits_for_lock = claims.waits_for_lock
-
-    async def finish(self, result: StoredResult | None) -> None:
-        note = {"key": self._key, "what": "reconciled", "detail": "done"}
-        results = [] if result is None else [(self._key, result)]
-        await self._claims.complete(results, [], more=[("note", note), ("end_saga", {"key": self._key})])
-
-
-class PostgresStep:
-    """See `ports.OpenStep`."""
-
-    def __init__(self, claims: PostgresClaims, saga: LeasedSaga, name: str, *, undo: bool) -> None:
-        self._claims = claims
-        self._saga = saga
-        self._name = name
-        self._undo = undo
-        self.tx = claims.tx
-        self.check = claims.check
-        self.restore = claims.restore
-        self.diagnose = claims.diagnose
-        self.settled = claims.settled
-        self.waits_for_lock = claims.waits_for_lock
-
-    async def start_child(self, claim: Claim, queued: tuple[str, str] | None) -> Begun:
-        queue, given = queued or (None, None)
-        its = {"child": claim.key, "fingerprint": claim.fingerprint, "canonical": claim.canonical}
-        rows = await self._claims.send("start_child", its | {"key": self._saga.key, "queue": queue, "given": given})
-        found = [Record(State(state), fingerprint, canonical=canonical) for state, fingerprint, canonical, *_ in rows]
-        return Begun(found, *rows[0][3:])
-
-    async def kinship(self, child: bytes) -> Kinship:
-        (row,) = await self._claims.send("kinship", {"key": self._saga.key, "child": child})
-        return Kinship(*row)
-
-    async def finish(self, output: StoredResult | None, *, overlapped: bool) -> int:
-        state = StepState.UNDONE if self._undo else StepState.DONE
-        finished = {"key": self._saga.key, "token": self._saga.token, "name": self._name, "state": int(state)}
-        return await self._claims.complete([], [], last=("finish_step", finished | _finished(output, overlapped)))
-
-
-async def _alone(claims: PostgresClaims, saga: LeasedSaga, write: Write) -> int:
-    """Write it in a transaction of its own. If it is left out, wait for the saga's row and repeat, or raise why."""
-    await claims.begin()
-    answer = await send(claims, write)
-    if answer is None:
-        if write.statement == END_SAGAS:
-            _see_whole(await claims.send("fence_whole", _fence(saga)), saga)
-        elif not await claims.send("fence", _fence(saga)):
-            raise Fenced(_NOT_OURS)
-        answer = await send(claims, write)
-    if answer is None:
-        raise Fenced(_ENDED)
-    return answer
-
-
-def _see_whole(locked: Sequence[tuple[Any, ...]], saga: LeasedSaga, *, ends: bool = True) -> None:
-    """What `fence_whole` returned."""
-    if not locked:
-        raise Fenced(_NOT_OURS)
-    if ends and locked[0][1] is not None and saga.cancel is None:
-        raise SagaCancelled("it is to be cancelled")
-
-
-def _fence(saga: LeasedSaga) -> dict[str, Any]:
-    return {"key": saga.key, "token": saga.token, "worker": saga.worker, "phase": int(saga.state)}
-
-
-def _conflict(child: bytes) -> dict[str, Any]:
-    """What a wait for a child ends with whose key began with another payload."""
-    conflict = codecs.encode_rejection(CONFLICT, {"child": child.hex()})
-    return {"child": child, "conflict": conflict.body, "conflict_type": conflict.content_type}
-
-
 def _step(
     saga: LeasedSaga, name: str, kind: StepKind, state: StepState, has_undo: bool, arguments: bytes | None
 ) -> dict[str, Any]:
     step = {"name": name, "kind": int(kind), "state": int(state), "has_undo": has_undo, "arguments": arguments}
-    return _fence(saga) | step
-
-
-def _finished(output: StoredResult | None, overlapped: bool) -> dict[str, Any]:
-    return {
-        "overlapped": overlapped,
-        "output": None if output is None else output.body,
-        "content_type": None if output is None else output.content_type,
-    }
+    return fence(saga) | step
 
 
 def _leased_saga(row: tuple[Any, ...], worker: int) -> LeasedSaga:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final
 
 from psycopg.pq.abc import PGresult
 
-from idemconsumer.errors import CommitUnknown, StoreUnavailable
+from idemconsumer.errors import CommitUnknown, Fenced, SagaCancelled, StoreUnavailable
 from idemconsumer.logs import log
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record
 from idemconsumer.stores.answers import begun
@@ -32,6 +32,8 @@ BEGIN_SAGAS: Final = "begin_sagas"
 BEGIN_STEPS: Final = "begin_steps"
 FINISH_STEPS: Final = "finish_steps"
 END_SAGAS: Final = "end_sagas"
+NOT_OURS: Final = "the saga has another owner, or another phase"
+ENDED: Final = "the step has already ended, so another worker has resumed the saga"
 _IDENTITY: Final = attrgetter("identity")
 _KINDS: Final = (BEGIN_SAGAS, BEGIN_STEPS, FINISH_STEPS, END_SAGAS)
 
@@ -122,10 +124,34 @@ def _answered(claims: PostgresClaims, answer: PGresult, kind: Sequence[Write]) -
     return {write: value for write in kind if (value := answers.get(write.identity)) is not None}
 
 
-@dataclass(slots=True, eq=False)
-class _Queued:
-    write: Write
-    answer: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+def fence(saga: LeasedSaga) -> dict[str, Any]:
+    """The parameters by which a statement fences itself."""
+    return {"key": saga.key, "token": saga.token, "worker": saga.worker, "phase": int(saga.state)}
+
+
+def see_whole(locked: Sequence[tuple[Any, ...]], saga: LeasedSaga, *, ends: bool = True) -> None:
+    """Read what `fence_whole` returned. Raises Fenced when the saga is no longer ours, and SagaCancelled if the write
+    `ends` it or its phase, and it is to be cancelled by now (L50)."""
+    if not locked:
+        raise Fenced(NOT_OURS)
+    if ends and locked[0][1] is not None and saga.cancel is None:
+        raise SagaCancelled("it is to be cancelled")
+
+
+async def _alone(claims: PostgresClaims, saga: LeasedSaga, write: Write) -> int:
+    """Write it in a transaction of its own. If it is left out, wait for the saga's row and repeat, or raise why."""
+    await claims.begin()
+    answer = await send(claims, write)
+    if answer is None:
+        if write.statement == END_SAGAS:
+            see_whole(await claims.send("fence_whole", fence(saga)), saga)
+        elif not await claims.send("fence", fence(saga)):
+            raise Fenced(NOT_OURS)
+        answer = await send(claims, write)
+    if answer is None:
+        raise Fenced(ENDED)
+    await claims.complete([], [])
+    return answer
 
 
 class SharedCommits:
@@ -133,60 +159,75 @@ class SharedCommits:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._queue: list[_Queued] = []
+        self._queue: dict[Write, asyncio.Future[Answer]] = {}
         self._running: asyncio.Task[None] | None = None
 
-    async def write(self, write: Write) -> Answer:
+    async def begin(self, write: Write) -> int | Record | Mark:
+        """Commit the claim of a saga: its token, or what was found instead."""
+        answer = await self._write(write)
+        if answer is None:
+            async with transaction(self._pool, group=1) as claims:
+                answer = (await commit(claims, [write]))[write]
+        assert answer is not None
+        return answer
+
+    async def write(self, saga: LeasedSaga, write: Write) -> int:
+        """Commit a write of a saga that is held. Raises Fenced, and SagaCancelled as `see_whole`."""
+        answer = await self._write(write)
+        if answer is None:
+            async with transaction(self._pool, group=1) as claims:
+                answer = await _alone(claims, saga, write)
+        assert isinstance(answer, int)
+        return answer
+
+    async def _write(self, write: Write) -> Answer:
         """Commit `write` together with whatever else is waiting; returns once the outcome is known.
 
         None: it was not written, and must be done alone. Raises StoreUnavailable when nothing was written, and
         CommitUnknown when the answer to its COMMIT was lost. If cancelled while it waits for its turn, the write is
         withdrawn; if cancelled later, it finishes first, as every commit does (J4).
         """
-        queued = _Queued(write)
-        self._queue.append(queued)
+        waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._queue[write] = waiting
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         cancelled: asyncio.CancelledError | None = None
-        while not queued.answer.done():
+        while not waiting.done():
             try:
-                await until_done(queued.answer)
+                await until_done(waiting)
             except asyncio.CancelledError as error:
-                if queued in self._queue:
-                    self._queue.remove(queued)
+                if self._queue.pop(write, None) is not None:
                     raise
                 cancelled = error
         if cancelled is not None:
-            queued.answer.exception()
+            waiting.exception()
             raise cancelled
-        return queued.answer.result()
+        return waiting.result()
 
     async def _run(self) -> None:
         PARTY.set(OTHERS)  # it is for all handlers, whoever began it
         try:
             while self._queue:
-                group = _next_group(self._queue)
-                taken = set(group)
-                self._queue = [queued for queued in self._queue if queued not in taken]
-                await self._flush(group)
+                await self._flush({write: self._queue.pop(write) for write in _next_group(self._queue)})
         finally:
             self._running = None
-            left, self._queue = self._queue, []  # the loop is being closed
+            left, self._queue = self._queue, {}  # the loop is being closed
             _fail(left, StoreUnavailable, "the process is ending")
 
-    async def _flush(self, group: Sequence[_Queued]) -> None:
+    async def _flush(self, group: Mapping[Write, asyncio.Future[Answer]]) -> None:
         try:
-            answers = await self._commit(sorted((queued.write for queued in group), key=_IDENTITY))
+            answers = await self._commit(sorted(group, key=_IDENTITY))
         except (StoreUnavailable, CommitUnknown) as error:
             _fail(group, type(error), str(error))
+            return
         except Exception as error:  # noqa: BLE001 - each transaction of its own will show which write failed
             log.info("shared commit failed, writing each one alone", writes=len(group), error=type(error).__name__)
-            _answer(group, {})
+            answers = {}
         except BaseException:
             _fail(group, CommitUnknown, "the process is ending")
             raise
-        else:
-            _answer(group, answers)
+        for write, waiting in group.items():
+            waiting.set_result(answers.get(write))
 
     async def _commit(self, writes: Sequence[Write]) -> dict[Write, Answer]:
         """One transaction, always with a group's short lock_timeout, so that no row delays the others for long."""
@@ -194,36 +235,33 @@ class SharedCommits:
             return await commit(claims, writes)
 
 
-def _next_group(queue: Iterable[_Queued]) -> list[_Queued]:
+def _next_group(queue: Iterable[Write]) -> list[Write]:
     """The next writes that may share a transaction, in order of arrival.
 
     Different steps of one saga may go together. A write about the whole saga, its claim or its end, is the only one of
     its saga in the group: no run ends a saga while one of its steps waits, and if one ever did, the end would have to
     see what the step had written.
     """
-    group: list[_Queued] = []
+    group: list[Write] = []
     names: dict[bytes, set[str]] = {}
     size = 0
-    for queued in queue:
-        key, name = queued.write.identity
+    for write in queue:
+        key, name = write.identity
         beside = names.setdefault(key, set())
         if name in beside or (beside and (not name or "" in beside)):
             continue
-        size += queued.write.size
+        size += write.size
         if group and size > _MOST_BYTES:
             break
         beside.add(name)
-        group.append(queued)
+        group.append(write)
         if len(group) == _MOST_WRITES:
             break
     return group
 
 
-def _answer(group: Iterable[_Queued], answers: Mapping[Write, Answer]) -> None:
-    for queued in group:
-        queued.answer.set_result(answers.get(queued.write))
-
-
-def _fail(group: Iterable[_Queued], kind: type[StoreUnavailable | CommitUnknown], text: str) -> None:
-    for queued in group:  # a separate exception for each, since each is raised in a different task
-        queued.answer.set_exception(kind(text))
+def _fail(
+    group: Mapping[Write, asyncio.Future[Answer]], kind: type[StoreUnavailable | CommitUnknown], text: str
+) -> None:
+    for waiting in group.values():  # a separate exception for each, since each is raised in a different task
+        waiting.set_exception(kind(text))

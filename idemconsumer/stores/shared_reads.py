@@ -98,7 +98,7 @@ class SharedReads:
         self._together: Together[tuple[bytes, int], list[StepRow]] = Together(self._read, itemgetter(1))
 
     async def steps(self, key: bytes, window: int) -> list[StepRow]:
-        """See `ports.LeaseStore`. What is committed when it is called is read."""
+        """See `PostgresLeases.steps`. What is committed when it is called is read."""
         return await self._together.ask((key, window))
 
     async def _read(self, asked: Sequence[tuple[bytes, int]]) -> list[list[StepRow]]:

@@ -27,7 +27,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError, SagaChanged
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga, LeaseStore
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.ports.store import DeadLetter
 from idemconsumer.rules.replay import PATCH
@@ -38,6 +38,7 @@ from idemconsumer.sagas.functions import StepFunctions
 from idemconsumer.sagas.probes import Probes
 from idemconsumer.sagas.run import Replayed
 from idemconsumer.sagas.undo import plan
+from idemconsumer.stores.leases import PostgresLeases
 
 _LONG: Final = 86_400.0  # seconds; what is not begun is waited for, and has no time limit
 _AGAIN: Final = "another attempt"
@@ -88,7 +89,7 @@ async def replay(
     await work.read()
     attempt = Attempt(
         work,
-        cast("LeaseStore", recorded),
+        cast("PostgresLeases", recorded),
         _ignore,
         _Uncalled(_NO_RESOURCES, _LONG, _LONG, beyond=recorded.beyond),
         lambda: 0.0,
@@ -147,7 +148,7 @@ def _bind(app: App, history: SagaHistory, resources: Mapping[type, object], pati
 
 
 class _Recorded:
-    """A `LeaseStore` of one saga, as far as it is recorded. `then` is done once the run asks for anything else."""
+    """The leases of one saga, as far as it is recorded. `then` is done once the run asks for anything else."""
 
     def __init__(self, rows: Sequence[StepRow]) -> None:
         self._rows = rows

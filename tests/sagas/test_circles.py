@@ -14,7 +14,7 @@ from idemconsumer import (
 )
 from idemconsumer.message import keys
 from idemconsumer.ports.leases import Kinship
-from idemconsumer.stores.leases import PostgresStep
+from idemconsumer.stores.open_steps import PostgresStep
 from tests.support.families import (
     RIDE,
     Family,

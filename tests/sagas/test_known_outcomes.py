@@ -11,7 +11,8 @@ import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
 from idemconsumer.sagas.waits import OpenWaits
-from idemconsumer.stores.leases import PostgresLeases, PostgresStep
+from idemconsumer.stores.leases import PostgresLeases
+from idemconsumer.stores.open_steps import PostgresStep
 from tests.support.clock import forward
 from tests.support.logs import LogCapture
 from tests.support.sagas import Bench, Remote, Station, put, saga, take_back

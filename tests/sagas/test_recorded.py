@@ -14,9 +14,9 @@ import pytest
 from idemconsumer import OutcomeKind, Reject, Retry, Saga, Step
 from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeaseStore
 from idemconsumer.rules.values import State, StepKind, StepRow, StepState
 from idemconsumer.sagas.recorded import WINDOW, Outputs
+from idemconsumer.stores.leases import PostgresLeases as LeaseStore
 from tests.support.sagas import Bench, Station, put, saga
 
 MEGABYTE = 1 << 20

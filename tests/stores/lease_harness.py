@@ -12,10 +12,11 @@ import pytest
 
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.handler import Tx
-from idemconsumer.ports.leases import LeasedSaga, LeaseStore
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Record, StepKind, StepRow, StepState
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.leases import PostgresLeases as LeaseStore
 from tests.stores.store_contract import claim_of
 
 PATIENCE = 5.0  # seconds allowed for anything that must not wait for a rival
