@@ -7,21 +7,19 @@ outcome of a call is unknown, nothing is completed or undone on a guess.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+import dataclasses
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Final
 
 from msgspec.structs import replace
 
-from idemconsumer.engine import reading
-from idemconsumer.engine.blame import Telling, describe, rejection_of
+from idemconsumer.engine.blame import describe, rejection_of
 from idemconsumer.engine.evidence import Contended, LostConnections
-from idemconsumer.engine.failing import Function
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import (
     ConnectionLost,
     Contention,
-    NotReadNow,
     RunEagerly,
     SagaChanged,
     SagaMisused,
@@ -30,32 +28,27 @@ from idemconsumer.errors import (
 )
 from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
-from idemconsumer.ports.handler import Done, NotDone
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules import saga as rules
 from idemconsumer.rules.replay import PATCH, ordered
 from idemconsumer.rules.saga import ANY_VERSION, LastResort, Start
-from idemconsumer.rules.values import Outcome, OutcomeKind, State, StepRow
-from idemconsumer.rules.verdicts import MAX_CONTENTION, refused
+from idemconsumer.rules.values import Outcome, State
+from idemconsumer.rules.verdicts import MAX_CONTENTION, contention_pause, refused
+from idemconsumer.sagas.activity import Paused
 from idemconsumer.sagas.children import Children, ChildRuns
-from idemconsumer.sagas.endings import At, Endings, describe_in
-from idemconsumer.sagas.functions import StepFunctions
-from idemconsumer.sagas.limits import NONE
+from idemconsumer.sagas.comparison import Comparison, both_lists
+from idemconsumer.sagas.endings import Endings, describe_in
 from idemconsumer.sagas.order import Order
-from idemconsumer.sagas.probes import Held, Probes
-from idemconsumer.sagas.reconcile import complete_if_done
-from idemconsumer.sagas.recorded import WINDOW, Outputs
+from idemconsumer.sagas.outputs import WINDOW, Outputs
+from idemconsumer.sagas.probes import Held
 from idemconsumer.sagas.run import Replayed, SagaRun
-from idemconsumer.sagas.step import StepSpec, step_key
-from idemconsumer.sagas.steps import Steps
-from idemconsumer.sagas.undo import NotAskedFor, NotUndone, Undo
+from idemconsumer.sagas.step import step_key
+from idemconsumer.sagas.steps import StepFunctions, Steps
+from idemconsumer.sagas.undo import NotUndone, undo_all
 from idemconsumer.sagas.users_saga import UsersSaga
-from idemconsumer.sagas.waits import Paused
-from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.user_code.cancellation import from_cancellation, run_isolated, uninterrupted
 
-_MOST_NAMES: Final = 50  # in the error of a dead letter
 _LOST: Final = (UnknownEffect.reason, "its worker was lost")
 
 
@@ -70,28 +63,21 @@ class Attempt:
     def __init__(
         self,
         work: Work,
-        leases: PostgresLeases,
-        at: At,
+        endings: Endings,
         functions: StepFunctions,
-        chance: Callable[[], float],
         contended: Contended,
         lost_connections: LostConnections,
-        probes: Probes,
-        telling: Telling,
         progressed: Callable[[], None],
     ) -> None:
         """`functions` calls those of the steps. `progressed` is called whenever a step has finished."""
         self._work = work
-        self._held = work.of_saga
         self._handler = work.handler
         self._options = work.handler.options
-        self._leases = leases
-        self._tell = at
+        self._endings = endings
+        self._leases = endings.leases
         self._functions = functions
-        self._endings = Endings(work, leases, at, chance, telling)
         self._contended = contended
         self._lost_connections = lost_connections
-        self._probes = probes
         self._progressed = progressed
         self._code = rules.CANCELLED
         self.run: SagaRun | None = None
@@ -111,7 +97,9 @@ class Attempt:
         except SagaChanged as error:
             if (left := await self._endings.leave(error)) is not None:
                 return left
-            return await self._endings.put_aside(error.reason, f"{error}; {await self._both_lists()}")
+            asked = None if self.run is None else self.run.compared.asked
+            both = both_lists(await self._leases.steps(self._saga.key), asked)
+            return await self._endings.put_aside(error.reason, f"{error}; {both}")
         except UnknownEffect as error:
             return await self._endings.put_aside(error.reason, str(error))
         except Contention as collision:
@@ -119,8 +107,7 @@ class Attempt:
 
     @property
     def _saga(self) -> LeasedSaga:
-        assert self._held.leased is not None
-        return self._held.leased
+        return self._endings.saga
 
     def unaware_of_cancel(self, keys: Collection[bytes]) -> bool:
         """Whether its saga is one of `keys`, and was taken before it was to be cancelled."""
@@ -140,29 +127,18 @@ class Attempt:
                 raise SagaChanged(
                     f"it began with version {saga.version!r}, and the handler now has version {self._options.version!r}"
                 )
-        if (end := await self._not_read()) is not None:
+        if (end := await self._endings.unread()) is not None:
             return end
         if call is None:
             raise SagaChanged(str(self._work.refusal or "its message no longer decodes"))
-        if start is Start.RECONCILE and (end := await self._reconcile(call, *_LOST)) is not None:
+        asked = call, self._functions
+        if start is Start.RECONCILE and (end := await self._endings.reconciled(*asked, *_LOST)) is not None:
             return end
         run = await self._open_run()
-        if (end := await self._not_read()) is not None:
+        if (end := await self._endings.unread()) is not None:
             return end
         value, error = await self._run_handler(run, call)
         return await self._end(run, value, error)
-
-    async def _not_read(self) -> Outcome | None:
-        """Its end for now, if its message is not to be read now: another attempt at no cost (D26)."""
-        work, refusal = self._work, self._work.refusal
-        if work.call is not None and self._handler.decodes:
-            try:
-                await reading.renew(self._handler, work.call)
-            except NotReadNow as not_now:
-                refusal = not_now
-        if not isinstance(refusal, NotReadNow):
-            return None
-        return await self._endings.read_later(refusal.error)
 
     def _overdue(self) -> _Overdue:
         return _Overdue(f"it has taken longer than its `max_duration`, {self._options.max_duration:g} s")
@@ -184,28 +160,28 @@ class Attempt:
     # ------------------------------------------------------------------------------------------------------- one run
     async def _open_run(self) -> SagaRun:
         rows = [] if self._saga.new else await self._leases.steps(self._saga.key, WINDOW)
-        saga = self._work.of_saga.leased = replace(self._saga, stale=False, new=False)
-        recorded = Outputs(self._leases, saga.key, rows)
-        accepted = saga.version == ANY_VERSION
-        order = Order([] if accepted else ordered(rows), self._options.timeout)
+        saga = self._endings.saga = replace(self._saga, stale=False, new=False)
+        accepted, timeout = saga.version == ANY_VERSION, self._options.timeout
         steps = Steps(
-            self._leases, saga, self._functions, recorded, self._probes, order=order, fail_on=self._options.fail_on,
-            at=self._tell,
-        )  # fmt: skip
-        self.run = SagaRun(
-            steps,
-            replace(saga, state=State.UNDOING) if self._cancelling else saga,  # nothing new is run
-            rows,
-            self._progressed,
-            timeout=self._options.timeout,
-            accepted=accepted,
-            superseded=any(row.name.startswith(PATCH) for row in rows) and await self._superseded(),
+            self._leases,
+            saga,
+            self._functions,
+            Outputs(self._leases, saga.key, rows),
+            self._endings.probes,
+            Order([] if accepted else ordered(rows), timeout),
+            self._options.fail_on,
+            self._endings.at,
         )
+        patched = any(row.name.startswith(PATCH) for row in rows)
+        compared = Comparison(
+            rows,
+            self._functions.resources.values(),
+            accepted=accepted,
+            superseded=patched and await self._leases.superseded(self._handler.app, saga),
+        )
+        phase = State.UNDOING if self._cancelling else saga.state  # then nothing new is run
+        self.run = SagaRun(steps, phase, compared, self._progressed, timeout=timeout)
         return self.run
-
-    async def _superseded(self) -> bool:
-        """Whether a worker of another build runs the saga's version, and may know what this one does not."""
-        return await self._leases.superseded(self._handler.app, self._saga)
 
     async def _run_handler(self, run: SagaRun, call: Call) -> tuple[object, BaseException | None]:
         """What the handler returned or raised, once none of its steps is in flight."""
@@ -213,10 +189,10 @@ class Attempt:
             children = Children(self._handler.app, self._handler.starter, self._saga)
             saga = UsersSaga(run, children, self._options.timeout)
             handler = partial(self._handler.run, call, saga, self._saga.attempt)
+            activity = run.activity
             if (left := self._endings.left()) is not None:
-                run.body.end_in(left, self._overdue())
-            body = run.body
-            value, error = await run_isolated(run.main(handler), leave=body.left, cancelling=body.cancelled)
+                activity.end_in(left, self._overdue())
+            value, error = await run_isolated(run.main(handler), leave=activity.left, cancelling=activity.cancelled)
             if isinstance(error, Exception):
                 error = rules.out_of_group(error, self._options.fail_on)
             if error is self._cause(run, error) and refused(error, self._options.fail_on):
@@ -232,24 +208,24 @@ class Attempt:
         if isinstance(cause, Paused):
             return await self._endings.pause(cause.waits)
         if isinstance(cause, Held):
-            return await self._endings.hold(cause.seconds)
+            return await self._endings.release(cause.seconds, held=True)
         if isinstance(cause, RunEagerly):
             raise cause
         if cause is not None and cause is run.interruption and (rules.undecided(cause) or rules.parked(cause)):
             raise cause
         if isinstance(cause, _Overdue):  # what is to follow begins with a run that knows it
-            return await self._endings.release(cause, str(cause), failures=1, count=False)
+            return await self._endings.again(cause, str(cause), failures=1, count=False)
         if self._saga.state is State.UNDOING:
             return await self._undo(run, cause)
         if self._cancelling:
             return await self._cancel(run, cause)
         if cause is None:
-            run.check_complete()
+            run.compared.check_complete()
             try:
                 result = codecs.encode_result(value, compared=False)
             except TypeError as unencodable:
                 return await self._unencodable(run, unencodable)
-            return await self._endings.finish(OutcomeKind.APPLIED, State.COMPLETED, result)
+            return await self._endings.finish(State.COMPLETED, result)
         if refused(cause, self._options.fail_on):
             return await self._reject(run, rejection_of(cause), cause)
         return await self._failed(run, cause)
@@ -272,10 +248,13 @@ class Attempt:
         text = describe_in(step and f"step {step!r}", error)
         key = None if step is None else str(step_key(self._saga.scope, self._saga.key, step))
         endings.warn("saga failed", error, recovery_point=run.recovery_point, step=step, step_key=key)
-        if (again := await self._again(run, error, text)) is not None:
+        if (
+            again := await self._endings.try_again(error, text, run.spec_of(error), progressed=run.progressed)
+        ) is not None:
             return again
         misused = isinstance(error, SagaMisused)
-        match rules.after_last_attempt(await self._leases.steps(self._saga.key), run.undoable, misused=misused):
+        rows = await self._leases.steps(self._saga.key)
+        match rules.after_last_attempt(rows, run.compared.undoable, misused=misused):
             case LastResort.UNKNOWN_EFFECT:
                 return await endings.put_aside(UnknownEffect.reason, text, error)
             case LastResort.EXHAUSTED:
@@ -283,28 +262,12 @@ class Attempt:
             case LastResort.UNDO:
                 return await self._reject(run, ("attempts_exhausted", type(error).__name__, None), error)
 
-    async def _again(self, run: SagaRun, error: BaseException, text: str) -> Outcome | None:
-        """Another attempt, if one may follow."""
-        options, attempt, spec = self._options, self._saga.attempt, run.spec_of(error)
-        own = NONE if spec is None else spec.limits
-        most = rules.attempts_of_step(own.max_attempts, options.max_attempts)
-        failures = 1 if run.progressed else attempt
-        if spec is not None and self._is_spared(spec.fn, error, most, first=failures == 1):
-            return await self._endings.spare(error, text, self._probes.seconds(spec.fn))
-        if not rules.may_try_again(attempt=attempt, max_attempts=most, progressed=run.progressed):
-            return None
-        return await self._endings.release(error, text, failures=failures, backoff=own.backoff)
-
-    def _is_spared(self, fn: Function, error: BaseException, max_attempts: int, *, first: bool) -> bool:
-        """Whether this failure costs no attempt (D17)."""
-        free = self._probes.failed(fn, self._saga, error, first=first)
-        return free and max_attempts > 1 and not self._saga.suspect
-
     async def _unencodable(self, run: SagaRun, error: TypeError) -> Outcome:
         """All that it was to do is done. That its result cannot be stored is no reason to undo that (L27)."""
         self._endings.warn("saga failed", error, recovery_point=run.recovery_point)
         text = describe(error)
-        return await self._again(run, error, text) or await self._endings.put_aside("result_unencodable", text, error)
+        again = await self._endings.try_again(error, text, progressed=run.progressed)
+        return again or await self._endings.put_aside("result_unencodable", text, error)
 
     async def _reject(self, run: SagaRun, refusal: tuple[str, object, int | None], cause: BaseException) -> Outcome:
         """Commit UNDOING first, once the outcome of every call is known (L7)."""
@@ -313,17 +276,17 @@ class Attempt:
         except TypeError as unencodable:
             return await self._failed(run, unencodable)
         self._endings.at(Point.REJECTING)
-        undoing = await self._leases.undo(self._saga, rejection, run.undos_added())
+        undoing = await self._leases.undo(self._saga, rejection, run.compared.undos_added())
         if undoing is None:
             if (end := await self._resolve(run)) is not None:
                 return end
-            undoing = await self._leases.undo(self._saga, rejection, run.undos_added())
+            undoing = await self._leases.undo(self._saga, rejection, run.compared.undos_added())
         self._endings.at(Point.REJECTED)
         if undoing is None:
             raise UnknownEffect("it was rejected while a call's outcome is unknown")
         if not isinstance(cause, Replayed):
             self._endings.rejected(cause)
-        self._work.of_saga.leased = undoing
+        self._endings.saga = undoing
         return await self._undo(run, cause, fresh=True)
 
     async def _resolve(self, run: SagaRun) -> Outcome | None:
@@ -332,7 +295,7 @@ class Attempt:
         if error is None:
             return None
         if isinstance(error, Held):
-            return await self._endings.hold(error.seconds)
+            return await self._endings.release(error.seconds, held=True)
         if rules.undecided(error) or rules.parked(error):
             raise error
         return await self._failed(run, error)
@@ -342,24 +305,20 @@ class Attempt:
         saga, endings = self._saga, self._endings
         ended = cause is None or isinstance(cause, Replayed) or refused(cause, self._options.fail_on)
         replayed = ended and not isinstance(run.interruption, asyncio.CancelledError)  # else branches may be cut off
-        if fresh and not replayed and not run.asked_for_all:  # what it has an undo for now is not known (L25)
+        if fresh and not replayed and run.compared.unasked:  # what it has an undo for now is not known (L25)
             assert cause is not None
-            return await endings.release(cause, describe(cause), failures=1, count=False)
+            return await endings.again(cause, describe(cause), failures=1, count=False)
         try:
-            undo = Undo(self._leases, saga, self._functions, self._probes, endings.at)
-            await undo.run(run.asked, replayed=replayed)
+            steps = dataclasses.replace(run.steps, saga=saga)
+            await undo_all(steps, run.compared.asked, None if replayed else cause)
         except Held as held:
-            return await endings.hold(held.seconds)
-        except NotAskedFor as missing:
-            assert cause is not None
-            return await self._not_undone(f"the handler, before step {missing.name!r}", cause)
+            return await endings.release(held.seconds, held=True)
         except ChildRuns as runs:
             return await endings.pause_undo(runs.child)
         except NotUndone as failed:
-            place = f"undo of {failed.spec.name!r}"
-            return await self._not_undone(place, failed.error, failed.spec, progressed=failed.progressed)
+            return await self._not_undone(failed)
         assert saga.rejection is not None
-        return await endings.finish(OutcomeKind.FAILED, State.FAILED, codecs.stored_rejection(saga.rejection))
+        return await endings.finish(State.FAILED, codecs.stored_rejection(saga.rejection))
 
     # ------------------------------------------------------------------------------------------------- cancelled (L50)
     @property
@@ -376,7 +335,7 @@ class Attempt:
             return await self._end_as_it_is()
         undoing = await self._leases.undo(self._saga, codecs.encode_rejection(self._code, None))
         if undoing is not None:
-            self._work.of_saga.leased = replace(undoing, stale=False)
+            self._endings.saga = replace(undoing, stale=False)
         return None
 
     async def _cancel(self, run: SagaRun, cause: BaseException | None) -> Outcome:
@@ -389,21 +348,13 @@ class Attempt:
 
     async def _end_as_it_is(self) -> Outcome:
         rejection = codecs.encode_rejection(self._code, None)
-        return await self._endings.finish(OutcomeKind.FAILED, State.FAILED, rejection)
+        return await self._endings.finish(State.FAILED, rejection)
 
-    async def _not_undone(
-        self, place: str, error: BaseException, spec: StepSpec | None = None, *, progressed: bool = False
-    ) -> Outcome:
-        attempt, endings, text = self._saga.attempt, self._endings, describe_in(place, error)
+    async def _not_undone(self, failed: NotUndone) -> Outcome:
+        endings, error, spec, text = self._endings, failed.error, failed.spec, describe_in(failed.place, failed.error)
         endings.warn("undo failed", error, step=None if spec is None else spec.name)
-        own = NONE if spec is None else spec.limits
-        most = rules.attempts_of_undo(own.max_attempts, self._options.max_attempts)
-        undo, first = None if spec is None else spec.undo, progressed or attempt == 1
-        if undo is not None and self._is_spared(undo, error, most, first=first):
-            return await endings.spare(error, text, self._probes.seconds(undo))
-        if rules.may_try_again(attempt=attempt, max_attempts=most, progressed=progressed):
-            return await endings.release(error, text, failures=attempt, backoff=own.backoff)
-        return await endings.put_aside("undo_failed", text, error)
+        again = await endings.try_again(error, text, spec, undoing=True, progressed=failed.progressed)
+        return again or await endings.put_aside("undo_failed", text, error)
 
     async def _collided(self, collision: Contention) -> Outcome:
         """It costs no attempt (B3), until the saga has done nothing else for an hour (B15)."""
@@ -413,18 +364,20 @@ class Attempt:
         streak = self._contended.collided(saga.key, saga.handler, progress)
         if streak.seconds >= MAX_CONTENTION:
             return await self._endings.put_aside("contended", streak.describe(collision))
-        return await self._endings.collided(collision, streak.collisions)
+        # The saga waits for it, not its lane: the lane would treat this as an outage.
+        pause = contention_pause(streak.collisions, self._endings.chance())
+        return await self._endings.release(pause, describe(collision), collision)
 
     async def _lost_again(self, loss: ConnectionLost) -> Outcome:
         """Its functions have lost their connection so often in a row that it is their failure (B13)."""
         if self._work.call is None:
             return await self._go()
         if self._saga.state is State.UNDOING:
-            return await self._not_undone("undo", loss)
+            return await self._not_undone(NotUndone("undo", loss))
         if self._endings.left() == 0.0 and self._asks:
-            return await self._unanswered(loss, rules.MAX_DURATION)
+            return await self._endings.unanswered(loss, rules.MAX_DURATION)
         if self._start() is Start.RECONCILE:
-            return await self._unanswered(loss, UnknownEffect.reason)
+            return await self._endings.unanswered(loss, UnknownEffect.reason)
         return await self._failed(await self._open_run(), loss)
 
     # ------------------------------------------------------------------- after a lost worker, or too long a time (L58)
@@ -437,59 +390,20 @@ class Attempt:
     async def _end_overdue(self) -> Outcome | None:
         """Of a saga that has taken as long as it may. None: it is not done, so it is to be undone."""
         why = str(self._overdue())
-        if (end := await self._not_read()) is not None:
+        if (end := await self._endings.unread()) is not None:
             return end
         if not self._asks:
             return await self._endings.put_aside(rules.MAX_DURATION, why)
         assert self._work.call is not None
-        if (end := await self._reconcile(self._work.call, rules.MAX_DURATION, why)) is not None:
+        asked = self._work.call, self._functions
+        if (end := await self._endings.reconciled(*asked, rules.MAX_DURATION, why)) is not None:
             return end
-        self._work.of_saga.leased = replace(self._saga, cancel=True)
+        self._endings.saga = replace(self._saga, cancel=True)
         self._code = rules.MAX_DURATION
         return None
-
-    async def _reconcile(self, call: Call, reason: str, why: str) -> Outcome | None:
-        """Ask the handler's `reconcile` whether it is done. None: it is not. If that cannot tell, a person is to, for
-        this reason."""
-        saga, endings = self._saga, self._endings
-        try:
-            answer = await complete_if_done(self._leases, saga, self._handler, call, self._functions, endings.at)
-        except Exception as error:
-            if rules.undecided(error):
-                raise
-            return await self._unanswered(error, reason)
-        if isinstance(answer, Done):
-            return endings.finished(OutcomeKind.APPLIED, State.COMPLETED, answer.result)
-        if isinstance(answer, NotDone):
-            await self._leases.note(saga.key, "reconciled", "not done")
-            return None
-        return await endings.put_aside(reason, f"{why}, and reconcile cannot tell whether it was done")
-
-    async def _unanswered(self, error: Exception, reason: str) -> Outcome:
-        """`reconcile` failed, so it is not known yet whether the saga is done."""
-        saga, endings, text = self._saga, self._endings, describe_in("reconcile", error)
-        endings.warn("reconcile failed", error)
-        if rules.may_try_again(attempt=saga.attempt, max_attempts=self._options.max_attempts):
-            return await endings.release(error, text, failures=saga.attempt, overdue=reason == rules.MAX_DURATION)
-        return await endings.put_aside(reason, text, error)
-
-    async def _both_lists(self) -> str:
-        """What a person compares to decide about a changed handler."""
-        return both_lists(await self._leases.steps(self._saga.key), self.run)
 
 
 def _is_failure(error: BaseException | None) -> bool:
     """Whether another attempt is all that it leads to."""
     decides = rules.undecided(error) or rules.parked(error) or isinstance(error, _Overdue)
     return isinstance(error, Exception) and not decides
-
-
-def both_lists(rows: Sequence[StepRow], run: SagaRun | None) -> str:
-    """The steps that are recorded, and those that the handler has asked for."""
-    asked_for = "nothing, it did not run" if run is None else _names(list(run.asked))
-    return f"recorded: {_names([row.name for row in rows])}; requested: {asked_for}"
-
-
-def _names(steps: Sequence[str]) -> str:
-    more = f" and {len(steps) - _MOST_NAMES} more" if len(steps) > _MOST_NAMES else ""
-    return (", ".join(steps[:_MOST_NAMES]) or "no step") + more

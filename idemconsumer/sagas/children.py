@@ -20,8 +20,7 @@ from idemconsumer.ports.leases import Kinship, LeasedSaga
 from idemconsumer.rules.saga import CHILD, CONFLICT, EXISTS
 from idemconsumer.rules.values import State, StepKind
 from idemconsumer.rules.verdicts import Verdict, judge
-from idemconsumer.sagas.step import StepSpec, step_key
-from idemconsumer.sagas.waits import WaitSpec
+from idemconsumer.sagas.step import StepSpec, WaitSpec, step_key
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.open_steps import PostgresStep
 
@@ -40,76 +39,66 @@ class _Stored(msgspec.Struct):
     id: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Starts:
+@dataclass(slots=True, eq=False, kw_only=True)
+class StartSpec(StepSpec):
+    """A step in a transaction that starts another saga: the `child`, whose handler is `bound`. `joins`: also one that
+    is there already. `owner`: the saga that it is begun for, not this one if another's start was the first (L80)."""
+
     child: Child[Any]
-    bound: BoundHandler  # its handler
+    bound: BoundHandler
     starter: Starter
     joins: bool
-
-    @property
-    def queued(self) -> tuple[str, str]:
-        """Queue and key of the message that begins it."""
-        return self.bound.own_source.partition(":")[2], self.child.key
-
-
-@dataclass(slots=True, eq=False)
-class StartSpec(StepSpec):
-    """A step in a transaction that starts another saga."""
-
-    starts: _Starts | None = None
-    owner: bytes = b""  # the saga that it is begun for: not this one if another's start was the first (L80)
+    owner: bytes = b""
 
     async def begin(self, opened: PostgresStep) -> None:
         """Before its function. Raises BadMessage for a payload that the handler does not take, SagaMisused where this
         saga would wait for itself, and Reject where its key has begun with another payload, or is not to be joined."""
-        assert self.starts is not None
-        child, joins = self.starts.child, self.starts.joins
-        its = self.starts.bound.from_code(self.args[0], key=child.key, tenant=child.tenant).claim
+        child = self.child
+        its = self.bound.from_code(self.args[0], key=child.key, tenant=child.tenant).claim
         if its.key.hex() != child.id:
             raise SagaMisused(
-                f"step {self.name!r}: {self.starts.bound.name!r} takes its tenant from its payload, and this saga has "
-                "none; start it from a saga that has a tenant, or with app.start in a step"
+                f"step {self.name!r}: {self.bound.name!r} takes its tenant from its payload, and this saga has none; "
+                "start it from a saga that has a tenant, or with app.start in a step"
             )
         check_circle(self.name, child.id, await opened.kinship(its.key))
-        begun = await opened.start_child(its, None if joins else self.starts.queued)
+        begun = await opened.start_child(its, None if self.joins else self._queued(child))
         for each in begun.found:
             if judge(each, its.fingerprint, its.canonical) is Verdict.CONFLICT:
                 raise Reject(CONFLICT, {"child": its.key.hex()})
-        if not joins and not begun.is_new:
+        if not self.joins and not begun.is_new:
             raise Reject(EXISTS, {"child": its.key.hex()})
         self.owner = begun.owner
 
+    def _queued(self, child: Child[Any]) -> tuple[str, str]:
+        """Queue and key of the message that begins it."""
+        return self.bound.own_source.partition(":")[2], child.key
+
     def digest_arguments(self, opaque: Iterable[object]) -> None:
-        assert self.starts is not None
-        self.arguments = arguments.digest((*self.args, self.starts.child.key))
+        self.arguments = arguments.digest((*self.args, self.child.key))
 
     def encode(self, value: object) -> tuple[StoredResult | None, Any]:
         assert isinstance(value, Child)
         return codecs.encode(_Stored(value.key, value.tenant, value.id)), value
 
     def decode(self, output: StoredResult | None) -> Any:
-        assert self.starts is not None
         try:
             stored = msgspec.json.decode(b"" if output is None else output.body, type=_Stored)
         except msgspec.MsgspecError:
             raise SagaChanged(f"step {self.name!r} was recorded as something else than the start of a saga") from None
-        return Child(self.starts.child.handler, stored.key, stored.tenant, stored.id)
+        return Child(self.child.handler, stored.key, stored.tenant, stored.id)
 
-    async def stop(self, store: PostgresLeases, saga: LeasedSaga, child: Child[Any]) -> State:
-        """See `PostgresLeases.stop_child`."""
-        assert self.starts is not None
-        scope = self.starts.bound.identity.scope(child.tenant)
-        return await store.stop_child(saga, bytes.fromhex(child.id), scope, replace(self.starts, child=child).queued)
-
-    async def cancel(self, child: Child[Any]) -> None:
-        """Request that it is undone, unless it has ended."""
-        assert self.starts is not None
-        await self.starts.starter.cancel(bytes.fromhex(child.id), undo=True)
-
-    def without_undo(self) -> StartSpec:
-        """Nothing of its child is this saga's to undo."""
-        return replace(self, undo=_nothing)
+    async def stop(self, store: PostgresLeases, saga: LeasedSaga, child: Child[Any]) -> StartSpec:
+        """What is left to undo of it, once it has ended (L49), if this saga has begun it (L80). Raises ChildRuns."""
+        key = bytes.fromhex(child.id)
+        stopping = key, self.bound.identity.scope(child.tenant), self._queued(child)
+        ended = await store.stop_child(saga, *stopping)
+        if ended is State.PROCESSING:
+            check_circle(self.name, child.id, await store.kinship(saga.key, key))
+            await self.starter.cancel(key, undo=True)
+            ended = await store.stop_child(saga, *stopping)
+        if ended is State.PROCESSING:
+            raise ChildRuns(key)
+        return self if ended is State.COMPLETED else replace(self, undo=_nothing)
 
 
 @dataclass(slots=True, eq=False)
@@ -153,8 +142,10 @@ class Children:
             await starter.start(handler, payload, key=given, tenant=tenant, tx=tx, parent=spec.owner)
             return child
 
-        starts = _Starts(child, bound, starter, on_existing == "join")
-        spec = StartSpec(name, StepKind.TX, begin, (payload,), undo, starts=starts)
+        spec = StartSpec(
+            name, StepKind.TX, begin, (payload,), undo, child=child, bound=bound, starter=starter,
+            joins=on_existing == "join",
+        )  # fmt: skip
         return spec
 
 

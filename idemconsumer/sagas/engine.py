@@ -13,7 +13,9 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal, TypeAlias
 
 from msgspec.structs import replace
 
@@ -29,13 +31,36 @@ from idemconsumer.rules.habits import Habits
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Verdict, judge
 from idemconsumer.sagas.attempt import Attempt
-from idemconsumer.sagas.functions import StepFunctions
+from idemconsumer.sagas.endings import Endings
 from idemconsumer.sagas.probes import Probes
+from idemconsumer.sagas.steps import StepFunctions
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.user_code.cancellation import CancellationWatch
 
 _STORED = (OutcomeKind.BUSY, OutcomeKind.RETRYING, OutcomeKind.FENCED, OutcomeKind.CANCELLED)
 _GAVE_WAY = Outcome(OutcomeKind.RETRYING)
+
+# What of this process has cancelled a run. Other: a message that has to be alone (L23), or a wish to cancel the saga.
+_By: TypeAlias = Literal["lost lease", "drain", "other"]
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One call of `LeasedEngine.run`, whose arguments it has, in the task that runs it. `attempt`: the last that ran
+    its handler. `over`: none will any more, and its release must not be cancelled."""
+
+    work: Work
+    claimed: Callable[[], Awaitable[None]]
+    defer: bool
+    unfed: bool
+    task: asyncio.Task[object]
+    attempt: Attempt | None = None
+    over: bool = False
+    cancelled_by: set[_By] = field(default_factory=set)
+
+    def cancel(self, by: _By) -> None:
+        self.cancelled_by.add(by)
+        self.task.cancel()
 
 
 class LeasedEngine:
@@ -58,60 +83,57 @@ class LeasedEngine:
         self._moved = time.monotonic()
         self._lease = lease
         self._chance = chance
-        self._contended = engine.endings.contended
         self._probes = Probes(engine.endings.failing)
         self._habits: dict[str, Habits] = {}
-        self._active: dict[asyncio.Task[object], Attempt | None] = {}
-        self._in_hand: set[Work] = set()
-        self._lost: set[asyncio.Task[object]] = set()
-        self._drained: set[asyncio.Task[object]] = set()
-        self._giving_way: set[asyncio.Task[object]] = set()
+        self._active: dict[asyncio.Task[object], _Call] = {}
 
     def standing(self) -> float:
         """For how many seconds no saga that runs has begun or ended anything; called by the lease's thread (L38)."""
-        running = any(attempt is not None and task not in self._lost for task, attempt in list(self._active.items()))
+        running = any(call.attempt is not None and "lost lease" not in call.cancelled_by for call in self._going)
         return time.monotonic() - self._moved if running else 0.0
+
+    @property
+    def _going(self) -> list[_Call]:
+        return [call for call in list(self._active.values()) if not call.over]
 
     @property
     def runs_any(self) -> bool:
         """Also one that was cancelled and is being released."""
-        return bool(self._in_hand)
+        return bool(self._active)
 
     def patience(self) -> float:
         """For how many seconds a step of the sagas that run may do nothing, by what it says itself (L45); called by the
         lease's thread. 0 if nothing runs."""
-        runs = [attempt.run for attempt in list(self._active.values()) if attempt is not None]
+        attempts = [call.attempt for call in self._going]
+        runs = [attempt.run for attempt in attempts if attempt is not None]
         return max((run.longest for run in runs if run is not None), default=0.0)
 
-    def _at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
+    def _at(self, handler: str, key: bytes, point: Point | SagaPoint) -> None:
         self._moved = time.monotonic()
-        self._tell(point, handler, keys)
+        self._tell(point, handler, (key,))
 
     def lose(self) -> None:
         """The lease is lost: every saga is interrupted as fenced, in time before another worker may take it."""
-        for task, attempt in self._active.items():
-            if attempt is not None and attempt.run is not None:
-                attempt.run.interrupt(Fenced("the lease of this worker was lost"))
-            self._lost.add(task)
-            task.cancel()
+        for call in self._going:
+            if call.attempt is not None and call.attempt.run is not None:
+                call.attempt.run.interrupt(Fenced("the lease of this worker was lost"))
+            call.cancel("lost lease")
 
     def drain(self) -> None:
         """Release every saga at once, so that other workers go on with them (L21)."""
-        for task in self._active:
-            self._drained.add(task)
-            task.cancel()
+        for call in self._going:
+            call.cancel("drain")
 
     def _give_way(self, task: asyncio.Task[object]) -> None:
         """Release the saga of this run at once: another message has to be alone in this process (L23)."""
-        if task in self._active and task not in self._giving_way:
-            self._giving_way.add(task)
-            task.cancel()
+        if (call := self._active.get(task)) is not None and not call.over and "other" not in call.cancelled_by:
+            call.cancel("other")
 
     def cancel(self, keys: Collection[bytes]) -> None:
         """These sagas are to be cancelled (L50). Runs that do not know it give way, so that the next one does."""
-        for task, attempt in list(self._active.items()):
-            if attempt is not None and attempt.unaware_of_cancel(keys):
-                self._give_way(task)
+        for call in self._going:
+            if call.attempt is not None and call.attempt.unaware_of_cancel(keys):
+                self._give_way(call.task)
 
     async def run(
         self, work: Work, claimed: Callable[[], Awaitable[None]], *, defer: bool = False, unfed: bool = False
@@ -125,64 +147,56 @@ class LeasedEngine:
         """
         if work.call is not None:
             self._engine.endings.failing.succeeded(Subject.handler(work.handler), [work.identity])  # it is read (D25)
+        task = asyncio.current_task()
+        assert task is not None
         with traced(self._engine.tracing, [work]) as processing:
-            outcome = await self._decide(work, claimed, defer=defer, unfed=unfed)
+            while (outcome := await self._run(_Call(work, claimed, defer, unfed, task))) is _GAVE_WAY:
+                if not unfed:
+                    outcome = Outcome(OutcomeKind.RETRYING, state=None if work.leased is None else work.leased.state)
+                    break
+                work.of_saga.leased, work.of_saga.in_doubt = None, False
+            if not work.of_saga.resumed:  # else it came from the store, and is no delivery
+                if outcome.kind in _STORED and work.handler.options.settle == "finished":
+                    work.of_saga.leased = None
+                    outcome = replace(outcome, state=None)  # L20: held until the saga ends
+                self._engine.deliveries.add([work], [outcome])
             processing.decided([outcome])
             return outcome
 
-    async def _decide(self, work: Work, claimed: Callable[[], Awaitable[None]], *, defer: bool, unfed: bool) -> Outcome:
-        while (outcome := await self._run(work, claimed, defer=defer, unfed=unfed)) is _GAVE_WAY:
-            if not unfed:
-                outcome = Outcome(OutcomeKind.RETRYING, state=None if work.leased is None else work.leased.state)
-                break
-            work.of_saga.leased, work.of_saga.in_doubt = None, False
-        if work.of_saga.resumed:  # it came from the store, and is no delivery
-            return outcome
-        if outcome.kind in _STORED and work.handler.options.settle == "finished":
-            work.of_saga.leased = None
-            outcome = replace(outcome, state=None)  # L20: held until the saga ends
-        self._engine.deliveries.add([work], [outcome])
-        return outcome
-
-    async def _run(self, work: Work, claimed: Callable[[], Awaitable[None]], *, defer: bool, unfed: bool) -> Outcome:
-        task, cancellation = asyncio.current_task(), CancellationWatch()
-        assert task is not None
-        self._active[task] = None
-        self._in_hand.add(work)
+    async def _run(self, call: _Call) -> Outcome:
+        work, by, cancellation = call.work, call.cancelled_by, CancellationWatch()
+        self._active[call.task] = call
         async with AsyncExitStack() as company:
             try:
-                outcome = await self._in_company(work, claimed, company, defer=defer, unfed=unfed)
+                outcome = await self._in_company(call, company)
             except (StoreUnavailable, CommitUnknown, Contention) as error:
                 work.of_saga.in_doubt = work.leased is not None  # L11
                 if isinstance(error, StoreUnavailable):
                     raise
                 raise StoreUnavailable(f"not decided: {error}") from error
             except SagaCancelled:
-                self._active.pop(task, None)
+                call.over = True
                 await self._release(work)
                 outcome = _GAVE_WAY
             except Fenced:
                 outcome = self._fenced(work)
             except asyncio.CancelledError:
-                if task in self._lost:
+                if "lost lease" in by:
                     outcome = self._fenced(work)
                 else:
-                    self._active.pop(task, None)  # the release must not be cancelled
+                    call.over = True
                     await self._release(work)
-                    if task in self._drained:
+                    if "drain" in by:
                         state = None if work.leased is None else work.leased.state
                         outcome = Outcome(OutcomeKind.CANCELLED, state=state)
-                    elif task in self._giving_way:
+                    elif "other" in by:
                         outcome = _GAVE_WAY
                     else:
                         raise
             finally:
-                self._active.pop(task, None)
-                self._in_hand.discard(work)
-                for cancelled in (self._lost, self._drained, self._giving_way):
-                    if task in cancelled:
-                        cancelled.discard(task)
-                        task.uncancel()
+                self._active.pop(call.task, None)
+                for _ in by:
+                    call.task.uncancel()
         if outcome is _GAVE_WAY and cancellation.requested:  # by others too
             raise asyncio.CancelledError
         return outcome
@@ -198,32 +212,26 @@ class LeasedEngine:
             # In a task of its own: the store gives no connection to one that is being cancelled.
             await asyncio.gather(self._leases.release(work.leased, 0.0, None, count=False), return_exceptions=True)
 
-    async def _in_company(
-        self, work: Work, claimed: Callable[[], Awaitable[None]], company: AsyncExitStack, *, defer: bool, unfed: bool
-    ) -> Outcome:
+    async def _in_company(self, call: _Call, company: AsyncExitStack) -> Outcome:
         """Run it beside others, or, if it is a suspect, with nobody beside it until it gets on (L22, L23)."""
-        task, saga = asyncio.current_task(), work.of_saga
-        assert task is not None
-        give_way = partial(self._give_way, task)
+        work, saga, give_way = call.work, call.work.of_saga, partial(self._give_way, call.task)
         if saga.leased is None or not _runs_alone(work, saga.leased):
             stay = await company.enter_async_context(self._company.shared(give_way))
             if saga.leased is None:
                 if work.abandoned():
                     return Outcome(OutcomeKind.CANCELLED)
-                begun = await self._begin(work, defer=defer, unfed=unfed)
+                begun = await self._begin(call)
                 if isinstance(begun, Outcome):
                     return begun
                 saga.leased = begun
             if not _runs_alone(work, saga.leased):
-                return await self._go(work, saga.leased, claimed, stay)
+                return await self._go(call, saga.leased, stay)
             await company.aclose()
         stay = await company.enter_async_context(self._company.alone_at_first(give_way))
-        return await self._go(work, saga.leased, claimed, stay, alone=True)
+        return await self._go(call, saga.leased, stay, alone=True)
 
-    async def _go(
-        self, work: Work, leased: LeasedSaga, claimed: Callable[[], Awaitable[None]], stay: Stay, *, alone: bool = False
-    ) -> Outcome:
-        saga = work.of_saga
+    async def _go(self, call: _Call, leased: LeasedSaga, stay: Stay, *, alone: bool = False) -> Outcome:
+        work, saga = call.work, call.work.of_saga
         if saga.in_doubt:
             again = await self._retake(work, leased)
             if isinstance(again, Outcome):
@@ -232,23 +240,23 @@ class LeasedEngine:
             saga.in_doubt = False
         if alone:
             await self._leases.count(leased)
-            self._at(Point.SUSPECT_COUNTED, work.handler.name, (work.key,))
+            self._at(work.handler.name, work.key, Point.SUSPECT_COUNTED)
             await work.read()
         while True:
             if work.handler.options.settle == "claimed":
-                await claimed()
-            end = await self._attempt(work, leased, stay)
+                await call.claimed()
+            end = await self._attempt(call, leased, stay)
             if isinstance(end, Outcome):
                 return end
             leased = saga.leased = end
 
-    async def _begin(self, work: Work, *, defer: bool, unfed: bool) -> LeasedSaga | Outcome:
-        call = work.call
-        assert call is not None
+    async def _begin(self, call: _Call) -> LeasedSaga | Outcome:
+        work, message = call.work, call.work.call
+        assert message is not None
         handler = work.handler
         while True:
             try:
-                found = await self._leases.begin(call.claim, work.message, handler.name, handler.options.version)
+                found = await self._leases.begin(message.claim, work.message, handler.name, handler.options.version)
             except CommitUnknown:
                 if (ours := await self._leases.retake(work.key, None)) is not None:
                     work.of_saga.noted = True
@@ -256,60 +264,51 @@ class LeasedEngine:
                 continue
             if isinstance(found, LeasedSaga):
                 work.of_saga.noted = True
-                self._at(Point.CLAIMED, work.handler.name, (work.key,))
+                self._at(work.handler.name, work.key, Point.CLAIMED)
                 return found
             work.claimed(found)
-            if isinstance(found, Record) and judge(found, call.claim.fingerprint, call.claim.canonical) is Verdict.BUSY:
+            claim = message.claim
+            if isinstance(found, Record) and judge(found, claim.fingerprint, claim.canonical) is Verdict.BUSY:
                 if not work.of_saga.noted:
                     work.of_saga.noted = True
                     await self._leases.note(work.key, "redelivered", f"{work.message.source} {work.message.position}")
-                if defer:
+                if call.defer:
                     return Outcome(OutcomeKind.BUSY, state=found.state)
                 # A redelivery may be the first to notice that the owner was lost.
-                unheld = await self._unheld(work) if unfed else ()
+                unheld = await self._unheld(work) if call.unfed else ()
                 if taken := await self._leases.take(handler.app, [handler.name], 1, unheld=unheld, key=work.key):
                     return taken[0]
                 return Outcome(OutcomeKind.BUSY, state=found.state)
             return Outcome(OutcomeKind.BUSY) if found is Mark.BUSY else await self._engine.endings.replay(work, found)
 
     async def _unheld(self, work: Work) -> Sequence[tuple[bytes, int]]:
-        """This saga, if it is ours and no other call holds it or may be about to: each call enters `_in_hand` first."""
+        """This saga, if it is ours and no other call holds it or may be about to: each is among the calls first."""
         own = await self._leases.own(work.key)
-        return () if any(other.key == work.key for other in self._in_hand if other is not work) else own
+        others = [call.work for call in self._active.values() if call.work is not work]
+        return () if any(other.key == work.key for other in others) else own
 
-    async def _attempt(self, work: Work, saga: LeasedSaga, stay: Stay) -> Outcome | LeasedSaga:
+    async def _attempt(self, call: _Call, saga: LeasedSaga, stay: Stay) -> Outcome | LeasedSaga:
         """One run of the handler. When a COMMIT's answer was lost: the saga with a new token, to be run again. As it is
         when a statement that was sent ahead has failed, which decides nothing (J27)."""
+        work, engine, options = call.work, self._engine, call.work.handler.options
 
         def progressed() -> None:
             if (leased := work.leased) is not None and leased.suspect:
                 work.of_saga.leased = replace(leased, suspect=False)
                 self._company.share(stay)
 
-        attempt = Attempt(
+        at, habits = partial(self._at, work.handler.name, saga.key), self._habits_of(work, saga)
+        call.attempt = Attempt(
             work,
-            self._leases,
-            self._at,
-            StepFunctions(
-                work.handler.resources,
-                work.handler.options.timeout,
-                self._lease,
-                self._habits_of(work, saga),
-                self._engine.tracing,
-            ),
-            self._chance,
-            self._contended,
-            self._engine.lost_connections,
-            self._probes,
-            self._engine.endings.telling,
+            Endings(work, self._leases, at, self._chance, engine.endings.telling, self._probes),
+            StepFunctions(work.handler.resources, options.timeout, self._lease, habits, engine.tracing),
+            engine.endings.contended,
+            engine.lost_connections,
             progressed,
         )
-        task = asyncio.current_task()
-        assert task is not None
-        self._active[task] = attempt
         self._moved = time.monotonic()
         try:
-            return await attempt.go()
+            return await call.attempt.go()
         except CommitUnknown as unknown:
             log.warning("commit unknown, taking the saga over again", **work.named, error=str(unknown))
             work.eager = True  # one of its statements may be what the connection was lost over

@@ -1,15 +1,17 @@
-"""What a step's function is declared to return, and how that is stored.
+"""What a step's function is declared to return, how that is stored, and how what is recorded is read.
 
 An output is decoded as soon as it is encoded, before it is committed (L14). So the run that made it continues with the
-value that a resume will get, and a value that a resume could not read fails at once.
+value that a resume will get, and a value that a resume could not read fails at once. The recorded ones are read when
+they are asked for, and not all at once (L55).
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 from asyncio import Future, Task
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +19,14 @@ from types import FunctionType, MethodType, SimpleNamespace, UnionType
 from typing import Any, Final, Never, NoReturn, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
-from idemconsumer.errors import BadMessage
+from idemconsumer.errors import BadMessage, Fenced
 from idemconsumer.message import codecs, models
 from idemconsumer.message.message import StoredResult
+from idemconsumer.rules.values import StepRow
+from idemconsumer.stores.leases import PostgresLeases
 
+WINDOW: Final = 4 << 20  # bytes of outputs in memory that nobody has asked for yet, beside the largest one
+_AT_ONCE: Final = WINDOW // 2  # bytes, so that two branches in different places do not drive each other's out
 _OCTETS: Final = "application/octet-stream"
 _AWAITABLE: Final = re.compile(r"\b(Awaitable|Coroutine|Future|Task|Any)\b")
 
@@ -123,12 +129,17 @@ def parameter(fn: Any, place: int) -> str:
         return "value"
 
 
-def _returns(function: FunctionType) -> Any:
-    # Only the return annotation: those of parameters may be meant for type checkers only.
-    bare = SimpleNamespace(__annotations__={"return": function.__annotations__.get("return", Any)})
+def resolved(function: FunctionType, annotation: object, *, extras: bool = False) -> Any:
+    """This annotation of the function, by the names of its module. Of one alone: those of other parameters may be meant
+    for type checkers only. Raises what `get_type_hints` raises."""
+    bare = SimpleNamespace(__annotations__={"it": annotation})
     names = getattr(inspect.unwrap(function), "__globals__", {})
+    return get_type_hints(bare, names, include_extras=extras)["it"]
+
+
+def _returns(function: FunctionType) -> Any:
     try:
-        annotation = get_type_hints(bare, names, include_extras=True)["return"]
+        annotation = resolved(function, function.__annotations__.get("return", Any), extras=True)
     except NameError as error:
         raise TypeError(
             f"its return annotation {error.name!r} cannot be resolved; define or import it at the top of the module, "
@@ -158,3 +169,50 @@ def _read(annotation: Any) -> _Output:
 
 
 _ANYTHING: Final = _Output(kind=Any, exact=None, octets=True, decode=codecs.decoder(Any))
+
+
+class Outputs:
+    """Those of `rows`, which are asked for in about this order. What was read ahead is dropped, the oldest first, when
+    it is more than the window."""
+
+    def __init__(self, store: PostgresLeases, key: bytes, rows: Sequence[StepRow]) -> None:
+        self._store = store
+        self._key = key
+        left = [row for row in rows if row.left]
+        self._left = {row.name: row.left for row in left}  # not given out yet
+        self._order = [row.name for row in left]
+        self._place = {name: place for place, name in enumerate(self._order)}
+        self._ahead: dict[str, StoredResult] = {}
+        self.held = 0  # bytes
+        self._reading = asyncio.Lock()
+
+    async def of(self, row: StepRow) -> StoredResult | None:
+        """Each once. Raises the store's errors, and Fenced if there is none any more."""
+        if not row.left:
+            return row.output
+        async with self._reading:  # a branch may be reading what this one wants
+            if row.name not in self._ahead:
+                await self._read(row.name)
+            output = self._ahead.pop(row.name)
+            self.held -= self._left.pop(row.name)
+            return output
+
+    async def _read(self, name: str) -> None:
+        """This one, and those that follow it as far as they fit."""
+        names, size = [name], self._left[name]
+        for place in range(self._place[name] + 1, len(self._order)):
+            following = self._order[place]
+            if following in self._left and following not in self._ahead:
+                size += self._left[following]
+                if size > _AT_ONCE:
+                    break
+                names.append(following)
+        while self._ahead and self.held + size > WINDOW:
+            oldest = next(iter(self._ahead))
+            del self._ahead[oldest]
+            self.held -= self._left[oldest]
+        found = await self._store.outputs(self._key, names)
+        if found.keys() != set(names):
+            raise Fenced("the saga has ended, and its steps are pruned")
+        self._ahead |= found
+        self.held += sum(self._left[name] for name in names)

@@ -1,25 +1,30 @@
-"""One step, as a run's handler asks for it: its name, its functions, its key, and how its output is stored."""
+"""One step, as a run's handler asks for it: its name, its functions, its limits, its key, and how its output is stored.
+
+A step in a transaction and a call have a function; what waits has none, but an end (L40).
+"""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from idemconsumer.errors import BadMessage, Reject, SagaChanged, SagaMisused
+from idemconsumer.errors import BadMessage, Reject, SagaChanged, SagaMisused, SignalTimeout
 from idemconsumer.message import arguments, codecs
 from idemconsumer.message.message import StoredResult
+from idemconsumer.ports.handler import First
+from idemconsumer.rules.backoff import Backoff
 from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.values import StepKind, StepRow
 from idemconsumer.sagas import outputs
-from idemconsumer.sagas.limits import NONE, OwnLimits
 
 _LONGEST_NAME: Final = 200  # characters
 _UNDO: Final = "undo:"
 _RESERVED: Final = {_UNDO: "the keys of undos", PATCH: "saga.patched"}
 _PREFIXES: Final = tuple(_RESERVED)
 _NAMESPACE: Final = uuid.UUID("6f6a0f8e-6f0f-5d1b-9a57-3b1f0a7f7c11")
+_NULL: Final = StoredResult(b"null", "application/json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,18 @@ class StepCall:
     key: uuid.UUID
     attempt: int
     headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLimits:
+    """A step's own, `timeout` in seconds (L45). None: as the handler says."""
+
+    timeout: float | None = None
+    max_attempts: int | None = None
+    backoff: Backoff | None = None
+
+
+NONE: Final = OwnLimits()
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +99,7 @@ class StepSpec:
         if not name.startswith(_PREFIXES):
             return
         for reserved, what in _RESERVED.items():
-            if name.startswith(reserved) and not (reserved == PATCH and self.fn is _patch):
+            if name.startswith(reserved) and not (reserved == PATCH and is_patch(self)):
                 raise SagaMisused(
                     f"step {name!r}: names that start with {reserved!r} are reserved for {what}; "
                     f"choose another, such as {name.replace(':', '_')!r}"
@@ -129,18 +146,68 @@ class StepSpec:
             raise SagaChanged(f"the stored output of step {self.name!r} no longer decodes: {error}") from error
 
 
-async def _patch() -> bool:
+@dataclass(slots=True, eq=False)
+class WaitSpec(StepSpec):
+    """A step that lasts until its end, `seconds` after it was first requested, or until a `signal` of this name, or
+    until the `child` under this stored key has ended."""
+
+    seconds: float = 0.0
+    signal: str | None = None
+    child: bytes | None = None
+
+    @property
+    def parts(self) -> Sequence[WaitSpec]:
+        """What is waited for."""
+        return (self,)
+
+    def rejection(self, output: StoredResult | None) -> Reject:
+        return SignalTimeout(self.signal or self.name)
+
+    def decode(self, output: StoredResult | None) -> Any:
+        """A signal without a payload is null, which `into` may not allow."""
+        return StepSpec.decode(self, _NULL if output is None else output)
+
+
+@dataclass(slots=True, eq=False)
+class FirstSpec(WaitSpec):
+    """Lasts until the first of several waits is over (L74), which is `over`. It has the name of one of them."""
+
+    waits: Mapping[str, WaitSpec] = field(default_factory=dict)
+    over: WaitSpec | None = None
+
+    @property
+    def parts(self) -> Sequence[WaitSpec]:
+        return tuple(self.waits.values())
+
+    @property
+    def recorded_as(self) -> str:
+        return self.name if self.over is None else self.over.name
+
+    def row(self, rows: Mapping[str, StepRow]) -> StepRow | None:
+        recorded = [(row, each) for each in self.parts if (row := rows.get(each.name)) is not None]
+        ended = [(row, each) for row, each in recorded if row.position is not None]
+        if ended:
+            row, self.over = min(ended, key=lambda pair: pair[0].position or 0)
+            return row
+        return recorded[0][0] if recorded else None
+
+    def rejection(self, output: StoredResult | None) -> Reject:
+        assert self.over is not None
+        return self.over.rejection(output)
+
+    def decode(self, output: StoredResult | None) -> Any:
+        which = next(which for which, each in self.waits.items() if each is self.over)
+        assert self.over is not None
+        return First(which, self.over.decode(output))
+
+
+async def no_patch() -> bool:
+    """The function of the record of which way a saga goes at a patch (L30)."""
     raise AssertionError("it is recorded, and never run")
 
 
-def patch(name: str) -> StepSpec:
-    """The record of which way a saga goes at a patch (L30)."""
-    given: object = name
-    return StepSpec(PATCH + name if isinstance(given, str) else name, StepKind.TX, _patch, (), None)
-
-
 def is_patch(spec: StepSpec) -> bool:
-    return spec.fn is _patch
+    return spec.fn is no_patch
 
 
 def step_key(scope: str, key: bytes, name: str, *, undo: bool = False) -> uuid.UUID:

@@ -28,15 +28,15 @@ from idemconsumer.errors import ConfigurationError, SagaChanged
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import LeasedSaga
-from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.ports.store import DeadLetter
 from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.values import OutcomeKind, State, StepRow, StepState
-from idemconsumer.sagas.attempt import Attempt, both_lists
-from idemconsumer.sagas.endings import describe_in
-from idemconsumer.sagas.functions import StepFunctions
+from idemconsumer.sagas.attempt import Attempt
+from idemconsumer.sagas.comparison import both_lists
+from idemconsumer.sagas.endings import Endings, describe_in
 from idemconsumer.sagas.probes import Probes
 from idemconsumer.sagas.run import Replayed
+from idemconsumer.sagas.steps import StepFunctions
 from idemconsumer.sagas.undo import plan
 from idemconsumer.stores.leases import PostgresLeases
 
@@ -87,16 +87,13 @@ async def replay(
     handler, leased, rows = _bind(app, history, resources, patience), history.leased(), history.rows()
     recorded, work = _Recorded(rows), Work.of(handler, leased.message, leased=leased)
     await work.read()
+    leases, probes = cast("PostgresLeases", recorded), Probes(Failing(watched=False))
     attempt = Attempt(
         work,
-        cast("PostgresLeases", recorded),
-        _ignore,
+        Endings(work, leases, lambda _: None, lambda: 0.0, Telling(), probes),
         _Uncalled(_NO_RESOURCES, _LONG, _LONG, beyond=recorded.beyond),
-        lambda: 0.0,
         Contended(),
         LostConnections(_now),
-        Probes(Failing(watched=False)),
-        Telling(),
         lambda: None,
     )
     going = asyncio.create_task(attempt.go())
@@ -105,19 +102,24 @@ async def replay(
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if going.done():
             return _ended(recorded, going.result().kind)
-        assert attempt.run is not None
+        run = attempt.run
+        assert run is not None
         # Backwards, what is recorded has been compared by the run itself.
-        if recorded.backwards or isinstance(attempt.run.interruption, Replayed):
+        if recorded.backwards or isinstance(run.interruption, Replayed):
             return Replay(True, recorded.then.result())
         try:
-            await attempt.run.check_recorded()
+            # Nothing that is recorded depends on steps that are not, which wait to be begun.
+            await run.activity.until(lambda: not run.compared.unasked or run.interruption is not None)
+            if run.interruption is not None:
+                raise run.interruption
+            run.compared.check_nothing_passed_over(at_end=True)
             if going.done():  # another branch has ended it meanwhile
                 return _ended(recorded, going.result().kind)
-            plan(rows, attempt.run.asked, replayed=True)
+            plan(rows, run.compared.asked)
         except SagaChanged as changed:
-            return Replay(False, changed.reason, f"{changed}; {both_lists(rows, attempt.run)}")
+            return Replay(False, changed.reason, f"{changed}; {both_lists(rows, run.compared.asked)}")
         except Exception as error:  # noqa: BLE001 - of the handler, which is what is asked
-            return Replay(False, _AGAIN, describe_in(attempt.run.step_of(error), error))
+            return Replay(False, _AGAIN, describe_in(run.step_of(error), error))
         return Replay(True, recorded.then.result())
     finally:
         going.cancel()
@@ -227,10 +229,6 @@ class _Uncalled(StepFunctions):
 
     def begin(self, fn: Callable[..., Awaitable[Any]], *args: object, gets: str) -> Awaitable[Any]:
         return self.beyond(f"reconcile {getattr(fn, '__qualname__', type(fn).__name__)}")
-
-
-def _ignore(point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
-    return
 
 
 async def _now() -> datetime:

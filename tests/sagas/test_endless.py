@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Saga, Step, Tx
-from idemconsumer.sagas import body
+from idemconsumer.sagas import activity as body
 from tests.sagas.swallowers import explode
 from tests.support.clock import over_time
 from tests.support.sagas import Bench, Station, order, put, saga

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from idemconsumer import Done, OutcomeKind, Reject, Saga, Step, Tx, idempotent_handler
-from idemconsumer.sagas.injection import injected
+from idemconsumer.sagas.steps import injected
 from tests.support.sagas import Station
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
-from idemconsumer.sagas.waits import OpenWaits
+from idemconsumer.sagas.activity import Activity as OpenWaits
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.open_steps import PostgresStep
 from tests.support.clock import forward

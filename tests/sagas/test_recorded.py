@@ -15,7 +15,7 @@ from idemconsumer import OutcomeKind, Reject, Retry, Saga, Step
 from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
 from idemconsumer.rules.values import State, StepKind, StepRow, StepState
-from idemconsumer.sagas.recorded import WINDOW, Outputs
+from idemconsumer.sagas.outputs import WINDOW, Outputs
 from idemconsumer.stores.leases import PostgresLeases as LeaseStore
 from tests.support.sagas import Bench, Station, put, saga
 

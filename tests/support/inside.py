@@ -138,7 +138,7 @@ def set_longest(company: Company, seconds: float) -> None:
 
 def token_of(saga: Any) -> int:
     """Under which this run of the saga writes."""
-    return int(saga._run._saga.token)
+    return int(saga._run.steps.saga.token)
 
 
 def is_interrupted(saga: Any) -> bool:
@@ -151,7 +151,7 @@ def texts_known(habits: Habits) -> list[str]:
 
 
 def sagas_in_hand(engine: LeasedEngine) -> set[Any]:
-    return set(engine._in_hand)
+    return {call.work for call in engine._active.values()}
 
 
 def stand_for(engine: LeasedEngine, seconds: float) -> None:

@@ -69,7 +69,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "locks_are_scarce_for": at("rules.group_size._SCARCE"),
     # user code
     "cancel_again_pause": at("user_code.cancellation._AGAIN"),
-    "function_grace": at("sagas.functions.GRACE", "sagas.body.GRACE"),
+    "function_grace": at("sagas.steps.GRACE", "sagas.activity.GRACE"),
     # a worker
     "worker_standstill": at("worker.worker._SPARE"),
     "loop_hiccup": at("worker.reporting._HICCUP"),

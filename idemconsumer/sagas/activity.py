@@ -1,0 +1,228 @@
+"""What goes on in one run: its steps in flight, those that wait, and the handler's own code between them.
+
+A run ends here when nothing but waits is left of it (L41), when the handler takes too long between its steps (L35), and
+when it does not end though it was cancelled (L34) or goes on asking though it was refused (L36).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any, Final
+
+from idemconsumer.errors import OfTheEngine, SagaMisused
+from idemconsumer.rules import waiting
+from idemconsumer.sagas.steps import GRACE, left_behind
+from idemconsumer.user_code.cancellation import leave_behind
+
+MOST_REFUSED: Final = 100  # operations; a handler that asks for more does not stop by itself
+_LOOK: Final = 1.0  # seconds between two looks, while steps of other branches run
+
+
+class Paused(OfTheEngine):
+    """Nothing is left of the run but these waits."""
+
+    def __init__(self, waits: tuple[str, ...]) -> None:
+        super().__init__(", ".join(waits))
+        self.waits = waits
+
+
+class Activity:
+    """Watches the handler's task from its first moment until `close`, and the branches beside it (L13).
+
+    `unfinished`: the steps asked for, begun or not, that have not ended; `in_flight`: those whose function runs.
+    `waits` has all waits that are not over, also those that look right now; `resting` the task of each that looks
+    later. `wake` is set when a step is requested, or none will be. `left` is done once the handler's task is not to be
+    waited for any longer.
+    """
+
+    def __init__(self, handler: str, timeout: float, interrupt: Callable[[BaseException], None]) -> None:
+        """`timeout`: the handler's, in seconds; one branch waits as long for what the others do. `interrupt` is called
+        with the error when the handler is to end."""
+        self._handler = handler
+        self._timeout = timeout
+        self._interrupt = interrupt
+        self._loop = asyncio.get_running_loop()
+        self.left: asyncio.Future[None] = self._loop.create_future()
+        self.unfinished: list[str] = []
+        self.in_flight: dict[str, asyncio.Task[Any]] = {}
+        self.waits: set[str] = set()
+        self.resting: dict[str, asyncio.Task[Any] | None] = {}
+        self.wake = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._main: asyncio.Task[Any] | None = None
+        self._branches: set[asyncio.Task[Any]] = set()
+        self._ends: dict[str, asyncio.Future[None]] = {}  # of those in flight
+        self._steps = 0
+        self._moved = self._stepped = self._loop.time()  # when something did last, and when the last step ended
+        self._timer: asyncio.TimerHandle | None = None
+        self._grace: asyncio.TimerHandle | None = None
+        self._last: asyncio.TimerHandle | None = None
+        self._refused: Counter[asyncio.Task[Any]] = Counter()
+
+    # ----------------------------------------------------------------------------------------------------------- steps
+    @property
+    def in_branch(self) -> bool:
+        """Whether the current task is one: what it asks for could have come at another time."""
+        return asyncio.current_task() is not self._main
+
+    def step_begins(self) -> None:
+        """The current task has asked for one. From now on the step's own time limit counts."""
+        self._steps += 1
+        if (task := asyncio.current_task()) is not None and task is not self._main:
+            self._branches.add(task)
+
+    def step_ends(self) -> None:
+        self._steps -= 1
+        self._stepped = self._loop.time()
+        self._moves()
+
+    def mark(self, name: str, begun: bool) -> None:
+        """A step that was requested is not to be missed until it is `begun`."""
+        if begun and name not in self.unfinished:
+            self.unfinished.append(name)
+        elif not begun and name in self.unfinished:
+            self.unfinished.remove(name)
+
+    def takes_off(self, name: str) -> None:
+        """The function of a step is called."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.in_flight[name], self._ends[name] = task, self._loop.create_future()
+
+    def lands(self, name: str) -> None:
+        del self.in_flight[name]
+        self._ends.pop(name).set_result(None)
+
+    async def end_of_flight(self, names: Collection[str] | None = None) -> None:
+        """Wait for the steps in flight, or those of `names` among them; not for their tasks, which may go on for
+        ever."""
+        if ends := [end for name, end in self._ends.items() if names is None or name in names]:
+            await asyncio.wait(ends)
+
+    # ----------------------------------------------------------------------------------------------------------- waits
+    def look_again(self) -> None:
+        """Whoever waits for another branch, or rests, is to see whether it goes on."""
+        self.wake.set()
+        self._moves()
+
+    def _moves(self) -> None:
+        self._moved = self._loop.time()
+        self._changed.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for what other branches do, for the `timeout` at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout):
+                while not condition():
+                    self.wake.clear()
+                    await self.wake.wait()
+
+    async def rest(self, name: str, seconds: float, stopped: Callable[[], bool]) -> None:
+        """Return when it is time to look again, after `seconds` at the latest, or when the wait is `stopped`. Raises
+        Paused when the run is to end here."""
+        again = self._loop.time() + min(seconds, _LOOK)
+        self.resting[name] = asyncio.current_task()
+        self._changed.set()
+        try:
+            while (left := again - self._loop.time()) > 0 and not stopped():
+                if not (stay := self._stays()):
+                    raise Paused(tuple(self.waits))
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(left, stay)):
+                        await self._changed.wait()
+        finally:
+            del self.resting[name]
+
+    def _stays(self) -> float:
+        """For how many seconds this run goes on, though it has waits that are not over."""
+        self._branches = {task for task in self._branches if not task.done()}
+        resting = set(self.resting.values())
+        return waiting.stays(
+            steps=bool(self.in_flight),
+            branches=len(self.unfinished) > len(self.resting) or not self._branches <= resting,
+            main=self._main not in resting,
+            quiet=self._loop.time() - self._moved,
+            patience=self._timeout,
+        )
+
+    # ------------------------------------------------------------------------------------------------ the handler's end
+    def begin(self) -> None:
+        """Called in the handler's task."""
+        self._main = asyncio.current_task()
+        self._look()
+
+    def end_in(self, seconds: float, error: BaseException) -> None:
+        """Whatever the handler does then, a step included."""
+        self._last = self._loop.call_later(seconds, self.end, error)
+
+    def _look(self) -> None:
+        """One timer, set again when it finds that something has moved: a step costs no timer of its own."""
+        if self._steps:
+            self._stepped = self._loop.time()
+        over = self._stepped + self._timeout
+        if over > self._loop.time():
+            self._timer = self._loop.call_at(over, self._look)
+            return
+        self._timer = None
+        self.end(
+            TimeoutError(
+                f"the handler did not reach its next step or its end within {self._timeout:g} s; move slow work into "
+                "a step, or raise `timeout`"
+            )
+        )
+
+    def end(self, error: BaseException) -> None:
+        """Interrupt the run, cancel the handler, and wait for it no longer than the grace."""
+        self._interrupt(error)
+        if self._grace is None and self._main is not None:
+            self._main.cancel()
+        self.cancelled()
+
+    def cancelled(self) -> None:
+        """The handler's task was cancelled, and its run with it: no step waits for its turn."""
+        self._interrupt(asyncio.CancelledError("the run was cancelled"))
+        if self._grace is None and not self.left.done():
+            self._grace = self._loop.call_later(GRACE, self._leave)
+
+    def _leave(self) -> None:
+        if self._main is not None and not self._main.done() and not self.left.done():
+            leave_behind(self._main)
+            left_behind(self._handler)
+            self.left.set_result(None)
+
+    async def refuse(self, why: BaseException) -> None:
+        """An operation is refused: let others run first. A task that goes on asking is stopped here for good, since it
+        would keep the event loop for itself, and the run ends without it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._refused[task] += 1
+        await asyncio.sleep(0)
+        if self._refused[task] <= MOST_REFUSED:
+            return
+        if task is self._main:
+            self._leave()
+        else:
+            self.end(why)
+            leave_behind(task)
+        await self._loop.create_future()
+
+    def check_loop(self) -> None:
+        """Refuse an operation from another thread or event loop, where it would never be answered."""
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is not self._loop:
+            raise SagaMisused(
+                "saga was used outside its handler's thread or event loop; use it in the handler, and pass a thread "
+                "plain values, or have it call asyncio.run_coroutine_threadsafe with the handler's loop"
+            )
+
+    def close(self) -> None:
+        for timer in (self._timer, self._grace, self._last):
+            if timer is not None:
+                timer.cancel()

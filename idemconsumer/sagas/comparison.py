@@ -1,0 +1,122 @@
+"""What is recorded of a saga, beside what its handler asks for in this run (L6, L73).
+
+A handler that asks for other steps than those that are recorded, or for the same ones with other arguments, is not the
+one that recorded them. Nothing here waits for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
+
+from idemconsumer.errors import SagaChanged, SagaMisused, UnknownEffect
+from idemconsumer.message import arguments
+from idemconsumer.rules import replay
+from idemconsumer.rules.replay import Unasked
+from idemconsumer.rules.values import StepRow, StepState
+from idemconsumer.sagas import outputs
+from idemconsumer.sagas.step import StepSpec
+
+_MOST_NAMES: Final = 50  # in the error of a dead letter
+
+
+class Comparison:
+    """Of one run. `asked`: the steps that the handler has asked for, by name; `rows`: those that are recorded; `open`:
+    the names of the calls without a known outcome."""
+
+    def __init__(
+        self, rows: Sequence[StepRow], opaque: Collection[object], *, accepted: bool, superseded: bool
+    ) -> None:
+        """`opaque`: what a handler may pass to steps that is no value: a replay has others. `accepted`: a person lets
+        it continue with a handler that asks for other steps. `superseded`: a worker of another build may run it, and
+        may know patches that this one does not."""
+        self.rows = {row.name: row for row in rows}
+        self.asked: dict[str, StepSpec] = {}
+        self.unasked = Unasked(rows)
+        self.open = {row.name for row in rows if row.state is StepState.INTENT}
+        self.accepted = accepted
+        self._superseded = superseded
+        self._opaque = opaque
+
+    def ask(self, spec: StepSpec, inside: str | None) -> None:
+        """The handler asks for this step, for the first time in this run. `inside`: the step whose function does.
+        Raises SagaMisused, and SagaChanged for another step under its name, or other arguments."""
+        spec.check_name()
+        name = spec.name
+        if name in self.asked:
+            raise SagaMisused(
+                f"step {name!r} is requested twice in one run, and a step is identified by its name; "
+                'give each one its own, in a loop with a suffix: saga.tx(f"line_{n}", …)'
+            )
+        if inside is not None:
+            raise SagaMisused(
+                f"step {name!r} is requested inside step {inside!r}; a step's function takes no steps, so call them "
+                "one after another in the handler"
+            )
+        self.unasked.ask(name)
+        self.compare(spec)
+
+    def compare(self, spec: StepSpec) -> None:
+        """As `ask`, of a step that is asked for in another way."""
+        name = spec.name
+        self.asked[name] = spec
+        spec.digest_arguments(self._opaque)
+        if (row := self.rows.get(name)) is None:
+            return
+        if row.kind is not spec.kind:
+            raise SagaChanged(
+                f"step {name!r} was recorded as {row.kind.name.lower()}, and is now {spec.kind.name.lower()}"
+            )
+        other = replay.other_argument(row.arguments, spec.arguments, arguments.SIZE)
+        if other is None or self.accepted:
+            return
+        its = f"{outputs.parameter(spec.fn, other + 1)} (its argument {other + 1})"
+        elsewhere = [each.name for each in self.rows.values() if each.arguments and each.arguments == spec.arguments]
+        hint = f"; what it is given now was recorded for step {elsewhere[0]!r}" if elsewhere else ""
+        raise SagaChanged(
+            f"step {name!r} was recorded with another {its}{hint}. A handler that runs again must request the same "
+            "steps with the same arguments: sort what has no order, such as a set, take times and random numbers from "
+            "a step's output, or write args_may_differ=True"
+        )
+
+    def forget(self, specs: Iterable[StepSpec]) -> None:
+        """These have not begun, and what is not recorded of them was not asked for. Of the others the outcome may have
+        to be learnt (L50)."""
+        for each in specs:
+            if each.name not in self.rows:
+                del self.asked[each.name]
+
+    @property
+    def undoable(self) -> list[str]:
+        """The steps that the handler has an undo for now."""
+        return [name for name, spec in self.asked.items() if spec.has_undo]
+
+    def undos_added(self) -> list[str]:
+        """Those of them that were recorded before without one (L25)."""
+        return [name for name in self.undoable if (row := self.rows.get(name)) is not None and not row.has_undo]
+
+    def check_complete(self) -> None:
+        """Before completion every recorded step must have been asked for, and every call must have a known outcome."""
+        self.check_nothing_passed_over(at_end=True)
+        if self.open:
+            raise UnknownEffect(f"the handler has ended, and the outcome of step {min(self.open)!r} is unknown")
+
+    def check_nothing_passed_over(self, *, at_end: bool) -> None:
+        """Raises SagaChanged if the handler should have asked for something by now."""
+        if self.accepted:
+            return
+        if (row := self.unasked.passed_over(at_end=at_end)) is not None:
+            raise SagaChanged(f"step {row.name!r} is recorded, and the handler no longer requests it")
+        if self._superseded and self.unasked.patches:
+            raise SagaChanged(f"{min(self.unasked.patches)!r} is recorded, and this handler does not know it")
+
+
+def both_lists(rows: Iterable[StepRow], asked: Iterable[str] | None) -> str:
+    """The steps that are recorded, and those that the handler has asked for. None: it did not run."""
+    asked_for = "nothing, it did not run" if asked is None else _names(list(asked))
+    return f"recorded: {_names([row.name for row in rows])}; requested: {asked_for}"
+
+
+def _names(steps: Sequence[str]) -> str:
+    more = f" and {len(steps) - _MOST_NAMES} more" if len(steps) > _MOST_NAMES else ""
+    return (", ".join(steps[:_MOST_NAMES]) or "no step") + more
