@@ -16,8 +16,8 @@ from aiokafka.errors import KafkaError
 
 from idemconsumer.admin.resets import reset
 from idemconsumer.brokers.kafka.broker import KafkaBroker
+from idemconsumer.brokers.kafka.questions import topic_ids
 from idemconsumer.brokers.kafka.start import Mark, Resume, next_counter, resume
-from idemconsumer.brokers.kafka.topic_ids import topic_ids
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.positions import Kept, Place, Reached
 from idemconsumer.settings import Settings

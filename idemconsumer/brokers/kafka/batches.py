@@ -16,11 +16,11 @@ from aiokafka.record.util import calc_crc32c, decode_varint
 from aiokafka.structs import ConsumerRecord
 
 from idemconsumer.brokers.kafka.decompression import TooLarge, gzip_decode, lz4_decode, snappy_decode, zstd_decode
-from idemconsumer.brokers.kafka.leader_epochs import leaders_of
 from idemconsumer.errors import BadMessage
 
 _OVERHEAD = struct.calcsize(">qi")
 _MAGIC_AT = struct.calcsize(">qii")
+_EPOCH = struct.Struct(">qiib")  # base offset, length of what comes behind it, the leader's epoch, format
 _HEADER = DefaultRecordBase.HEADER_STRUCT
 _CODECS = {1: ("gzip", gzip_decode), 2: ("snappy", snappy_decode), 3: ("lz4", lz4_decode), 4: ("zstd", zstd_decode)}
 
@@ -81,6 +81,19 @@ def batch_at(
             pieces = [each for each in _pieces(at, raw, base, following, undone) if each.next > position]
             return Batch(following, pieces, list(leaders_of(raw)))
     return None
+
+
+def leaders_of(fetched: bytes) -> Iterator[tuple[int, int]]:
+    """From which offset on which leader's epoch holds, for the batches that were fetched of a partition."""
+    start, last = 0, None
+    while len(fetched) - start >= _EPOCH.size:
+        base, length, leader, magic = _EPOCH.unpack_from(fetched, start)
+        if length <= 0:
+            return
+        if magic == 2 and leader != last:
+            yield base, leader
+            last = leader
+        start += _OVERHEAD + length
 
 
 def _batches(fetched: bytes) -> Iterator[bytes]:

@@ -1,22 +1,34 @@
-"""For `check`, and a worker's start: what there is to say of a subscription's topics and group."""
+"""For `check`, and a worker's start: what there is to say of a subscription's topics and group.
+
+What a group and its brokers would refuse a new member for is read before there is one; and what a group has not read
+yet is set beside what its topic still keeps, and for how long (K11).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
+from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.admin.config_resource import ConfigResourceType
+from aiokafka.errors import GroupAuthorizationFailedError, GroupCoordinatorNotAvailableError, KafkaError
 
-from idemconsumer.brokers.kafka.client import ALLOW_READ, create_command
-from idemconsumer.brokers.kafka.lag import lag_findings
-from idemconsumer.brokers.kafka.limits import group_findings
-from idemconsumer.brokers.kafka.topic_ids import lacking_rights
+from idemconsumer.brokers.kafka.client import ALLOW_READ, create_command, name_of
+from idemconsumer.brokers.kafka.diagnosis import refusal
+from idemconsumer.brokers.kafka.questions import config_of, described_group, lacking_rights, may_read
+from idemconsumer.brokers.kafka.start import Log, start_at
 from idemconsumer.brokers.kafka.topics import Topics
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Finding
 from idemconsumer.settings import Settings
+
+_OURS: Final = "roundrobin"  # the assignor of our members
+_LEAST: Final = "group.min.session.timeout.ms"
+_MOST: Final = "group.max.session.timeout.ms"
 
 
 async def subscription_findings(
@@ -36,7 +48,7 @@ async def subscription_findings(
     if not all(partitions.values()):
         missing = [topic for topic, count in partitions.items() if not count]
         return [*found, Finding("error", subject, missing_text(settings.kafka or "", missing))]
-    found += await group_findings(admin, subject, subscription.group, settings.kafka_session_timeout)
+    found += await _group_findings(admin, subject, subscription.group, settings.kafka_session_timeout)
     for topic, count in partitions.items():
         retention = await retention_of(admin, topic)
         subject = f"kafka:{topic}"
@@ -47,7 +59,7 @@ async def subscription_findings(
             found.append(Finding("warning", subject, "Kafka keeps messages for ever; a replay can exceed `retain`"))
         else:
             found.append(Finding("ok", subject, f"Kafka keeps messages for {retention:.0f} s"))
-        found += await lag_findings(connection, admin, topic, subscription.group, retention)
+        found += await _lag_findings(connection, admin, topic, subscription.group, retention)
     return found
 
 
@@ -82,13 +94,7 @@ async def partitions_of(admin: AIOKafkaAdminClient, topic: str) -> int:
 
 async def retention_of(admin: AIOKafkaAdminClient, topic: str) -> float | None:
     """How long the topic keeps a message, and so can redeliver it; `inf`: for ever, None: unknown."""
-    names = dict.fromkeys(("retention.ms", "cleanup.policy"))
-    [answer] = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topic, names)])
-    values = {
-        entry["config_names"]: entry["config_value"]
-        for resource in answer.to_object()["resources"]
-        for entry in resource["config_entries"]
-    }
+    values = await config_of(admin, ConfigResourceType.TOPIC, topic, "retention.ms", "cleanup.policy")
     if "delete" not in str(values.get("cleanup.policy", "delete")):
         return math.inf  # compacted: the last message of a key stays
     if (milliseconds := values.get("retention.ms")) is None:
@@ -100,3 +106,90 @@ def missing_text(servers: str, topics: Sequence[str]) -> str:
     commands = "; ".join(create_command(servers, name) for name in topics)
     names = ", ".join(repr(name) for name in topics)
     return f"Kafka at {servers} has no topic {names}, or this client may not see it; create it: {commands}"
+
+
+async def _group_findings(
+    admin: AIOKafkaAdminClient, subject: str, group: str, session_timeout: float
+) -> list[Finding]:
+    """Errors and warnings only. What cannot be read is left out. Raises TimeoutError."""
+    found = []
+    try:
+        found += await _members(admin, subject, group)
+    except GroupAuthorizationFailedError as error:
+        found.append(Finding("error", subject, refusal(error)))
+    except KafkaError:
+        pass  # such as a new cluster, which makes the groups' own topic first
+    with contextlib.suppress(KafkaError):  # it takes a right on the cluster that workers do not need
+        found += await _session(admin, subject, session_timeout)
+    return found
+
+
+async def _members(admin: AIOKafkaAdminClient, subject: str, group: str) -> list[Finding]:
+    described = await described_group(admin, group)
+    if not may_read(described.get("authorized_operations", 0)):
+        text = f"this user lacks READ on the group {group!r}, so no worker can join it; allow it to READ the group"
+        return [Finding("error", subject, text)]
+    kind, assignor, members = described["protocol_type"], described["protocol"], described["members"]
+    if not members or (kind == "consumer" and assignor in ("", _OURS)):
+        return []
+    clients = ", ".join(sorted({f"{member['client_id']} at {member['client_host']}" for member in members}))
+    text = (
+        f"live members of the group {group!r} assign partitions by {assignor or kind!r}, and workers by {_OURS!r}, so "
+        f"Kafka lets no worker join ({clients}); stop these members, or give the handler another consumer_group=…"
+    )
+    return [Finding("error", subject, text)]
+
+
+async def _session(admin: AIOKafkaAdminClient, subject: str, session_timeout: float) -> list[Finding]:
+    [node, *_] = [broker.nodeId for broker in admin._client.cluster.brokers()]
+    values = await config_of(admin, ConfigResourceType.BROKER, str(node), _LEAST, _MOST)
+    least, most = (float(values.get(name) or default) / 1000 for name, default in ((_LEAST, 0), (_MOST, 1e15)))
+    if least <= session_timeout <= most:
+        return []
+    text = (
+        f"kafka_session_timeout is {session_timeout:g} s, but the brokers allow {least:g} to {most:g} s "
+        f"({_LEAST}, {_MOST}); set IDEMCONSUMER_KAFKA_SESSION_TIMEOUT to a value in that range"
+    )
+    return [Finding("error", subject, text)]
+
+
+async def _lag_findings(
+    connection: dict[str, Any], admin: AIOKafkaAdminClient, topic: str, group: str, kept: float | None
+) -> list[Finding]:
+    """What was lost, and what soon may be: messages in the second half of the `kept` seconds. Raises KafkaError."""
+    subject = f"kafka:{topic}"
+    try:
+        offsets = await admin.list_consumer_group_offsets(group)
+    except GroupCoordinatorNotAvailableError:
+        return []  # a new cluster makes the groups' own topic when it is first asked
+    read = {at: each.offset for at, each in offsets.items() if at.topic == topic and each.offset >= 0}
+    if not read:
+        return []
+    found = []
+    async with AIOKafkaConsumer(**connection, isolation_level="read_committed") as consumer:
+        starts, ends = await consumer.beginning_offsets(list(read)), await consumer.end_offsets(list(read))
+        old = await _older_than(consumer, ends, None if kept is None or math.isinf(kept) else kept / 2)
+    for at, offset in sorted(read.items()):
+        start = start_at(offset, Log(starts[at], ends[at]), latest=False)
+        where = f"{name_of(at)}: group {group!r} has read up to offset {offset}"
+        if start.lost:
+            text = f"{where}, and the log begins at {start.offset}: Kafka has deleted {start.lost} unread offset(s)"
+            found.append(Finding("error", subject, f"{text}; keep messages longer (retention.ms), or add workers"))
+        elif start.beyond:
+            text = f"{where}, and the log ends at {ends[at]}: this is not the log that the group has read"
+            found.append(Finding("error", subject, f"{text}; a worker reads it from the point where the logs differ"))
+        elif offset < old.get(at, 0):
+            text = f"{where}; the oldest unread message is older than half of its retention time"
+            found.append(Finding("warning", subject, f"{text}; add workers, or keep messages longer (retention.ms)"))
+    return found
+
+
+async def _older_than(
+    consumer: AIOKafkaConsumer, ends: dict[TopicPartition, int], seconds: float | None
+) -> dict[TopicPartition, int]:
+    """The offset below which all messages of a partition are older."""
+    if seconds is None:
+        return {}
+    at_time = int((time.time() - seconds) * 1000)
+    found = await consumer.offsets_for_times(dict.fromkeys(ends, at_time))
+    return {at: ends[at] if found.get(at) is None else found[at].offset for at in ends}

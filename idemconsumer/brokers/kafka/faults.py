@@ -19,8 +19,7 @@ from aiokafka.errors import LeaderNotAvailableError, for_code
 from aiokafka.protocol.fetch import FetchRequest
 
 from idemconsumer.brokers.kafka import client as kafka_client
-from idemconsumer.brokers.kafka.batches import Batch, batch_at
-from idemconsumer.brokers.kafka.leader_epochs import leaders_of
+from idemconsumer.brokers.kafka.batches import Batch, batch_at, leaders_of
 from idemconsumer.brokers.kafka.records import size_of_record
 
 _WAIT_MS = 500

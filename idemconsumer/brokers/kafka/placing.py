@@ -26,7 +26,7 @@ from aiokafka.errors import KafkaError
 from idemconsumer.brokers.kafka import client as kafka_client
 from idemconsumer.brokers.kafka.batches import Piece
 from idemconsumer.brokers.kafka.client import cluster_of, name_of
-from idemconsumer.brokers.kafka.leader_epochs import ends_of, present_leaders
+from idemconsumer.brokers.kafka.questions import ends_of, present_leaders, topic_ids
 from idemconsumer.brokers.kafka.start import (
     Log,
     Mark,
@@ -39,7 +39,6 @@ from idemconsumer.brokers.kafka.start import (
     start_at,
     topic_of,
 )
-from idemconsumer.brokers.kafka.topic_ids import topic_ids
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.positions import Kept, Place, Positions, Reached
 from idemconsumer.redaction import error_text

@@ -17,10 +17,8 @@ from idemconsumer.brokers.kafka.checking import missing_text, partitions_of
 from idemconsumer.brokers.kafka.client import cluster_of, name_of
 from idemconsumer.brokers.kafka.connection import connection_options
 from idemconsumer.brokers.kafka.diagnosis import unavailable
-from idemconsumer.brokers.kafka.leader_epochs import present_leaders
-from idemconsumer.brokers.kafka.limits import described_group
+from idemconsumer.brokers.kafka.questions import described_group, present_leaders, topic_ids
 from idemconsumer.brokers.kafka.start import Mark
-from idemconsumer.brokers.kafka.topic_ids import topic_ids
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.settings import Settings
 
