@@ -8,7 +8,7 @@ from typing import Final
 
 from idemconsumer.settings import Settings
 
-_LEAVING: Final = "idemconsumer.brokers.kafka.leaving"
+_LEAVING: Final = "idemconsumer.brokers.kafka.membership"
 
 
 def prepare_to_leave() -> None:

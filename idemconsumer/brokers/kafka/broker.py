@@ -25,10 +25,10 @@ from idemconsumer.brokers.kafka.checking import (
 from idemconsumer.brokers.kafka.client import stop
 from idemconsumer.brokers.kafka.connection import connection_options
 from idemconsumer.brokers.kafka.diagnosis import unavailable
+from idemconsumer.brokers.kafka.membership import Seat
 from idemconsumer.brokers.kafka.placing import Placing
 from idemconsumer.brokers.kafka.publishing import Publisher
 from idemconsumer.brokers.kafka.relaying import Relay
-from idemconsumer.brokers.kafka.seat import Seat
 from idemconsumer.brokers.kafka.session import KafkaSession
 from idemconsumer.brokers.kafka.topics import Topics
 from idemconsumer.brokers.sendable import largest_record

@@ -1,18 +1,38 @@
-"""How each client of aiokafka connects: addresses, TLS and credentials, from the settings."""
+"""How each client of aiokafka connects: addresses, TLS and credentials, from the settings.
+
+Tokens for logins by OAUTHBEARER are from an OAuth server by client credentials, or signed for Amazon MSK.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import json
 import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
 from typing import Any, Final
 
-from idemconsumer.brokers.kafka.tokens import msk_tokens, oauth_tokens
+from aiokafka.abc import AbstractTokenProvider
+from aiokafka.errors import KafkaError
+
 from idemconsumer.certificates import RenewedContext
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.missing import cannot_import
+from idemconsumer.redaction import error_text, redact
 from idemconsumer.settings import Settings
 
 PROTOCOLS: Final = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 MECHANISMS: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER", "AWS_MSK_IAM")
 _OAUTH: Final = "OAUTHBEARER"
+_USED: Final = 0.8  # of a token's life: Kafka closes a connection whose token is over
+_SHORTEST: Final = 60.0  # seconds, where the server does not say
+_ANSWER: Final = 5.0  # seconds
+
+Fetched = tuple[str, float]  # a token, and for how many seconds it is good
 
 
 def connection_options(settings: Settings) -> dict[str, Any]:
@@ -66,3 +86,76 @@ def _made(settings: Settings) -> ssl.SSLContext:
             "and _KEY_FILE name PEM files"
         ) from error
     return context
+
+
+class NoToken(KafkaError):  # type: ignore[misc]
+    """The server of tokens cannot be used. The text says why, without secrets."""
+
+
+class Tokens(AbstractTokenProvider):  # type: ignore[misc]
+    """See aiokafka. A token is kept for most of its life; `fetch` may block, and raises NoToken."""
+
+    def __init__(self, fetch: Callable[[], Fetched]) -> None:
+        self._fetch = fetch
+        self._token = ""
+        self._until = 0.0
+        self._fetching = asyncio.Lock()
+
+    async def token(self) -> str:
+        async with self._fetching:
+            if time.monotonic() >= self._until:
+                self._token, seconds = await asyncio.to_thread(self._fetch)
+                self._until = time.monotonic() + _USED * seconds
+            return self._token
+
+
+def oauth_tokens(settings: Settings, tls: ssl.SSLContext | None) -> Tokens:
+    """By client credentials (RFC 6749, 4.4). ConfigurationError for settings that are missing."""
+    url, scope = settings.kafka_oauth_token_url, settings.kafka_oauth_scope
+    user, password = settings.kafka_sasl_username, settings.kafka_sasl_password
+    if url is None or user is None or password is None:
+        raise ConfigurationError(
+            "kafka_sasl_mechanism: OAUTHBEARER needs a token server and a client that is registered there; set "
+            "IDEMCONSUMER_KAFKA_OAUTH_TOKEN_URL, IDEMCONSUMER_KAFKA_SASL_USERNAME to the client's id and "
+            "IDEMCONSUMER_KAFKA_SASL_PASSWORD to its secret"
+        )
+    quoted = ":".join(urllib.parse.quote(part, safe="") for part in (user, password))
+    form = {"grant_type": "client_credentials", **({} if scope is None else {"scope": scope})}
+    request = urllib.request.Request(url, urllib.parse.urlencode(form).encode())
+    request.add_header("Authorization", f"Basic {base64.b64encode(quoted.encode()).decode()}")
+    request.add_header("Accept", "application/json")
+
+    def fetch() -> Fetched:
+        try:
+            with urllib.request.urlopen(request, timeout=_ANSWER, context=tls) as response:
+                answer = json.load(response)
+            return str(answer["access_token"]), float(answer.get("expires_in", _SHORTEST))
+        except urllib.error.HTTPError as error:
+            raise NoToken(
+                f"{redact(url)} refused a token with status {error.code}; correct the client's id and secret, "
+                "IDEMCONSUMER_KAFKA_SASL_USERNAME and _PASSWORD"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise NoToken(f"{redact(url)} gave no token: {type(error).__name__}: {error_text(error)}") from None
+
+    return Tokens(fetch)
+
+
+def msk_tokens() -> Tokens:
+    """Signed for the region, with the credentials, that AWS clients find. ConfigurationError without a region."""
+    try:
+        from aws_msk_iam_sasl_signer import MSKAuthTokenProvider as Signer
+        from botocore.session import Session
+    except ImportError as error:
+        raise cannot_import("kafka_sasl_mechanism: the signer of AWS_MSK_IAM", error) from error
+    if (region := Session().get_config_variable("region")) is None:
+        raise ConfigurationError("kafka_sasl_mechanism: AWS_MSK_IAM needs a region; set AWS_DEFAULT_REGION=eu-west-1")
+
+    def fetch() -> Fetched:
+        try:
+            token, expires_ms = Signer.generate_auth_token(region)
+        except Exception as error:  # noqa: BLE001 - whatever botocore finds wrong with credentials
+            raise NoToken(f"AWS gave no credentials: {type(error).__name__}: {error_text(error)}") from None
+        return str(token), max(0.0, expires_ms / 1000 - time.time())
+
+    return Tokens(fetch)

@@ -13,7 +13,7 @@ from aiokafka.protocol.admin import SaslHandShakeRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
 from idemconsumer.brokers.kafka.client import words
-from idemconsumer.brokers.kafka.tokens import NoToken
+from idemconsumer.brokers.kafka.connection import NoToken
 from idemconsumer.brokers.reaching import ANSWER, speaks_tls, unreached
 from idemconsumer.certificates import expired
 from idemconsumer.errors import BrokerUnavailable

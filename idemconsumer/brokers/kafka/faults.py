@@ -20,7 +20,6 @@ from aiokafka.protocol.fetch import FetchRequest
 
 from idemconsumer.brokers.kafka import client as kafka_client
 from idemconsumer.brokers.kafka.batches import Batch, batch_at, leaders_of
-from idemconsumer.brokers.kafka.records import size_of_record
 
 _WAIT_MS = 500
 _BATCH_BYTES = 1024 * 1024  # a batch that is larger comes whole all the same
@@ -76,7 +75,7 @@ class Fetched(OrderedDict[TopicPartition, Any]):
         try:
             for record in fetched._partition_records:
                 taken.append(record)
-                self.bytes_left -= size_of_record(record)
+                self.bytes_left -= _size_of(record)
                 if len(taken) == max_records or self.bytes_left <= 0:
                     fetched._update_position()
                     return taken
@@ -85,6 +84,12 @@ class Fetched(OrderedDict[TopicPartition, Any]):
         fetched._update_position()
         fetched._partition_records = None
         return taken
+
+
+def _size_of(record: Any) -> int:
+    """Bytes of its value, its key and its headers."""
+    size = len(record.value or b"") + len(record.key or b"")
+    return size + sum(len(name) + len(value or b"") for name, value in record.headers) if record.headers else size
 
 
 async def read_batch(consumer: AIOKafkaConsumer, at: TopicPartition, position: int) -> Batch | None:

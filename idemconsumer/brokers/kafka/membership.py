@@ -1,17 +1,81 @@
-"""Hearing of a member's id before the group counts on that member (K15).
+"""A member of a consumer group: its id, its place, and leaving for one that has died.
 
 A dynamic member first asks for an id, and joins with it in a second request. The client tells of the id only when the
-group has agreed, which takes as long as its slowest member; who dies meanwhile would be waited for.
+group has agreed, which takes as long as its slowest member; who dies meanwhile would be waited for (K15).
+
+A static member has a place in its group, of which there is one for each `group_instance_id` (K16). Whoever joins under
+that id takes the place from who has it. The client of whom it was taken joins again at its next heartbeat and takes it
+back, so that two live members would take it from each other for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from aiokafka import AIOKafkaConsumer
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.client import ConnectionGroup
 from aiokafka.consumer.group_coordinator import GroupCoordinator
+from aiokafka.errors import KafkaError
+from aiokafka.protocol.admin import DescribeGroupsRequest
+from aiokafka.protocol.group import LeaveGroupRequest
+
+from idemconsumer.brokers.kafka import client as kafka_client
+from idemconsumer.brokers.kafka.client import words
+from idemconsumer.brokers.kafka.connection import connection_options
+from idemconsumer.errors import BrokerUnavailable, Replaced
+from idemconsumer.settings import Settings
 
 Report = Callable[[str], None]
+
+_SUFFIX: Final = len("-00000000-0000-0000-0000-000000000000")  # the broker puts it behind the id, as the member's id
+
+
+class Seat:
+    """Of one group, for as long as this process lives; `instance` None: the members of this process are dynamic."""
+
+    def __init__(self, group: str, instance: str | None) -> None:
+        self._group = group
+        self.instance = instance
+        self._member: str | None = None
+
+    def taken(self, member: str) -> None:
+        """This process has it, as `member`."""
+        if self.instance is not None:
+            self._member = member
+
+    async def refuse(self, consumer: AIOKafkaConsumer) -> None:
+        """To be awaited before a join that would take the place. Raises Replaced when somebody else has it by now.
+
+        Who has never had it takes it from whomever: that is what a restart does. When Kafka does not answer, the join
+        goes on, and whoever loses the place by it asks in its turn.
+        """
+        if self._member is None or consumer._coordinator.member_id == self._member:
+            return
+        mine, self._member = self._member, None  # of a join whose answer is lost only the broker knows the member
+        if any(member != mine for member in await self._members(consumer)):
+            raise Replaced(
+                f"kafka group {self._group!r}: another process has joined under this worker's kafka_group_instance_id, "
+                f"{self.instance!r}, and has its partitions; give each pod its own, such as the pod's name in a "
+                "StatefulSet, or unset IDEMCONSUMER_KAFKA_GROUP_INSTANCE_ID (a Deployment needs none)"
+            )
+
+    async def _members(self, consumer: AIOKafkaConsumer) -> list[str]:
+        """Who has this place: at most one."""
+        coordinator = consumer._coordinator
+        try:
+            async with asyncio.timeout(kafka_client.PROBE_TIMEOUT):
+                await coordinator.ensure_coordinator_known()
+                answer = await consumer._client.send(
+                    coordinator.coordinator_id, DescribeGroupsRequest([self._group]), group=ConnectionGroup.COORDINATION
+                )
+        except (TimeoutError, KafkaError):
+            return []
+        [described] = answer.to_object()["groups"]
+        names = [str(member["member_id"]) for member in described["members"]]
+        return [name for name in names if name[:-_SUFFIX] == self.instance]
 
 
 class _Reporting(GroupCoordinator):  # type: ignore[misc]
@@ -35,3 +99,22 @@ def watch_membership(consumer: AIOKafkaConsumer, report: Report) -> None:
     coordinator = consumer._coordinator
     coordinator._report = report
     coordinator.__class__ = _Reporting
+
+
+async def leave(settings: Settings, memberships: Mapping[str, str]) -> None:
+    """Each group at once gives to others what that member had (K15). A member that is not known is ignored.
+
+    Only for members that have ended: one that lives would be refused whatever it commits. Raises BrokerUnavailable.
+    """
+    admin = AIOKafkaAdminClient(**connection_options(settings))
+    try:
+        await admin.start()
+        for group, member in memberships.items():
+            coordinator = await admin.find_coordinator(group)
+            await admin._send_request(LeaveGroupRequest(group, member), coordinator)
+    except (KafkaError, OSError, TimeoutError) as error:
+        raise BrokerUnavailable(
+            f"Kafka at {settings.kafka}: could not leave a dead worker's groups: {words(error)}"
+        ) from error
+    finally:
+        await admin.close()

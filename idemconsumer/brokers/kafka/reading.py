@@ -6,20 +6,21 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from idemconsumer.brokers.backlog import Backlog
-from idemconsumer.brokers.kafka.client import name_of
+from idemconsumer.brokers.kafka.client import end_offsets, name_of, position_of
 from idemconsumer.brokers.kafka.leaders import Leaders
 from idemconsumer.brokers.kafka.low_water import Tracker
 from idemconsumer.brokers.kafka.placing import Placing
-from idemconsumer.brokers.kafka.records import message_of
 from idemconsumer.brokers.kafka.topics import Topics
 from idemconsumer.brokers.outstanding import Outstanding
 from idemconsumer.errors import BadMessage
-from idemconsumer.ports.broker import Bounds, Delivery, Epoch
+from idemconsumer.message.message import Message
+from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Lag
 
 PLACE_AGAIN = 1.0  # seconds before Kafka is asked again where a partition begins
 
@@ -220,6 +221,19 @@ class Reading:
         """How many more bytes of messages may be taken of them together."""
         return min((self._outstanding[source].bytes_left for source in sources), default=0)
 
+    async def lag(self) -> dict[str, Lag]:
+        """By source, what nobody has read yet; offsets, transaction markers among them. Kafka is asked where they end,
+        since the client learns nothing of a partition that is paused. TimeoutError or KafkaError."""
+        placed = {at: each for at, each in self.partitions.items() if each.placed}
+        ends = await end_offsets(self._consumer, placed) if placed else {}
+        found: dict[str, Lag] = {}
+        for at, partition in placed.items():
+            position = await position_of(self._consumer, at) if self.partitions.get(at) is partition else None
+            if position is not None and at in ends:
+                lag = partition.backlog.lag(max(0, ends[at] - position), part=True)
+                found[partition.source] = lag.beside(found[partition.source]) if partition.source in found else lag
+        return found
+
     def regulate(self) -> None:
         """Pause what has too many offsets above its low-water mark, and resume what has few again (D8)."""
         bound = self._bounds.max_uncommitted
@@ -250,3 +264,38 @@ class Reading:
         if partition is None or partition.outstanding.paused:
             return False
         return partition.placed and not (partition.halted or partition.capped or partition.doubted is not None)
+
+
+def message_of(source: str, record: Any) -> Message:
+    """Translate one record of aiokafka. Without a value it is a tombstone; a header without a value is none (R41)."""
+    pairs = tuple((name, _text(value)) for name, value in record.headers if value is not None)
+    headers = dict(pairs)
+    return Message(
+        source=source,
+        body=record.value or b"",
+        headers=headers,
+        order_hint=record.key,
+        position=f"{record.topic}-{record.partition}-{record.offset}",
+        timestamp=_time(record.timestamp),
+        partition=record.partition,
+        offset=record.offset,
+        record_key=record.key,
+        repeated_headers=pairs if len(headers) < len(pairs) else (),
+        tombstone=record.value is None,
+    )
+
+
+def _time(milliseconds: int | None) -> datetime | None:
+    if milliseconds is None or milliseconds < 0:
+        return None
+    try:
+        return datetime.fromtimestamp(milliseconds / 1000, UTC)
+    except (ValueError, OverflowError, OSError):  # microseconds, a common slip, are a year beyond 9999
+        return None
+
+
+def _text(value: bytes) -> str | bytes:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return value

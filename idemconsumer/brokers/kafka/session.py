@@ -31,15 +31,13 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
 )
 
-from idemconsumer.brokers.kafka.behind import behind
 from idemconsumer.brokers.kafka.client import end_offsets, name_of, position_of, stop, words
 from idemconsumer.brokers.kafka.diagnosis import refusal
 from idemconsumer.brokers.kafka.faults import Fetched, watch
 from idemconsumer.brokers.kafka.health import Health
-from idemconsumer.brokers.kafka.membership import watch_membership
+from idemconsumer.brokers.kafka.membership import Seat, watch_membership
 from idemconsumer.brokers.kafka.placing import Placing
 from idemconsumer.brokers.kafka.reading import Partition, Reading
-from idemconsumer.brokers.kafka.seat import Seat
 from idemconsumer.brokers.kafka.topics import Topics
 from idemconsumer.brokers.kafka.unreadable import Unreadable
 from idemconsumer.channel import CHANNEL
@@ -189,7 +187,7 @@ class KafkaSession:
 
     async def lag(self, *, whole: bool) -> Mapping[str, Lag]:
         """See `ports.KnowsLag`."""
-        return await behind(self._consumer, self._reading) if self._member() else {}
+        return await self._reading.lag() if self._member() else {}
 
     @property
     def silence(self) -> float | None:
