@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Sequence
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.errors import KafkaError
 
 from idemconsumer.addresses import is_local, kafka_hosts
 from idemconsumer.brokers.kafka import decompression
@@ -22,13 +21,12 @@ from idemconsumer.brokers.kafka.checking import (
     subscription_findings,
     topics_of,
 )
-from idemconsumer.brokers.kafka.client import stop
+from idemconsumer.brokers.kafka.client import LOSS, stop
 from idemconsumer.brokers.kafka.connection import connection_options
 from idemconsumer.brokers.kafka.diagnosis import unavailable
 from idemconsumer.brokers.kafka.membership import Seat
 from idemconsumer.brokers.kafka.placing import Placing
 from idemconsumer.brokers.kafka.publishing import Publisher
-from idemconsumer.brokers.kafka.relaying import Relay
 from idemconsumer.brokers.kafka.session import KafkaSession
 from idemconsumer.brokers.kafka.topics import Topics
 from idemconsumer.brokers.sendable import largest_record
@@ -66,9 +64,7 @@ class KafkaBroker:
         self._connection = connection_options(settings)
         plain = not self._connection["security_protocol"].endswith("SSL")
         self._exposed = plain and not all(map(is_local, kafka_hosts(settings.kafka)))
-        self._publisher = Publisher(self._connection, settings, self._admin)
-        most_bytes = largest_record(settings.max_message_bytes)
-        self._relay = Relay(self._connection, self._servers, most_bytes, self._publisher.partitions, self._missing)
+        self._publisher = Publisher(self._connection, largest_record(settings.max_message_bytes), self._admin)
         self._positions: Positions | None = None
         self._seats: dict[str, Seat] = {}
         quiet = logging.getLogger("aiokafka")
@@ -112,20 +108,17 @@ class KafkaBroker:
             if not topics.patterns and topics.names.isdisjoint(existing):
                 raise BrokerUnavailable(missing_text(self._servers, sorted(topics.names)))
             await seat.refuse(consumer)
-            placing = self._placing(consumer, group)
-            session = KafkaSession(consumer, group, topics, bounds, self._servers, placing, seat, self._connection)
+            reset, positions = self._settings.kafka_auto_offset_reset, self._positions
+            placing = Placing(consumer, group, reset=reset, positions=positions, log=log.bind(group=group))
+            session = KafkaSession(consumer, group, topics, bounds, placing, seat, self._connection)
             session.start(existing)
-        except (TimeoutError, KafkaError, OSError) as error:
+        except LOSS as error:
             await stop(consumer)
-            raise await self._unusable(error) from error
+            raise await unavailable(self._connection, error) from error
         except BaseException:
             await stop(consumer)
             raise
         return session
-
-    def _placing(self, consumer: AIOKafkaConsumer, group: str) -> Placing:
-        reset = self._settings.kafka_auto_offset_reset
-        return Placing(consumer, group, reset=reset, positions=self._positions, log=log.bind(group=group))
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         """Publish all and wait until every in-sync replica has them. Raises BrokerUnavailable, and BadMessage for one
@@ -142,15 +135,7 @@ class KafkaBroker:
 
     async def relay(self, name: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
         """See `ports.Relaying`. acks=all, by an idempotent producer."""
-        try:
-            return await self._relay.relay(name, messages)
-        except (TimeoutError, KafkaError, OSError) as error:
-            self._publisher.forget(name)
-            undone = f"did not confirm {len(messages)} message(s) to topic {name!r}"
-            raise await unavailable(self._servers, self._connection, error, undone) from error
-
-    def _missing(self, topic: str) -> str:
-        return missing_text(self._servers, [topic])
+        return await self._publisher.relay(name, messages)
 
     async def check_destination(self, name: str) -> None:
         """Whether the topic exists; not whether this user may write to it."""
@@ -158,8 +143,8 @@ class KafkaBroker:
             async with asyncio.timeout(CHECK_TIMEOUT), self._admin() as admin:
                 if not await partitions_of(admin, name):
                     raise BrokerUnavailable(missing_text(self._servers, [name]))
-        except (TimeoutError, KafkaError, OSError) as error:
-            raise await self._unusable(error) from error
+        except LOSS as error:
+            raise await unavailable(self._connection, error) from error
 
     async def check(self, subscription: Subscription) -> list[Finding]:
         subject = subscription.source
@@ -171,8 +156,8 @@ class KafkaBroker:
         try:
             async with asyncio.timeout(CHECK_TIMEOUT), self._admin() as admin:
                 found += await subscription_findings(self._connection, admin, subscription, self._settings)
-        except (TimeoutError, KafkaError, OSError) as error:
-            return [*found, Finding("error", subject, str(await self._unusable(error)))]
+        except LOSS as error:
+            return [*found, Finding("error", subject, str(await unavailable(self._connection, error)))]
         return found
 
     async def check_together(self, subscriptions: Sequence[Subscription]) -> list[Finding]:
@@ -182,7 +167,7 @@ class KafkaBroker:
         try:
             async with asyncio.timeout(CHECK_TIMEOUT), self._admin() as admin:
                 return await contested_findings(admin, subscriptions)
-        except (TimeoutError, KafkaError, OSError):
+        except LOSS:
             return []
 
     async def retention_seconds(self, subscription: Subscription) -> float | None:
@@ -190,13 +175,12 @@ class KafkaBroker:
         try:
             async with asyncio.timeout(CHECK_TIMEOUT), self._admin() as admin:
                 kept = [await retention_of(admin, topic) for topic in await topics_of(admin, subscription)]
-        except (TimeoutError, KafkaError, OSError):
+        except LOSS:
             return None
         return max((each for each in kept if each is not None), default=None)
 
     async def close(self) -> None:
         await self._publisher.close()
-        await self._relay.close()
 
     @contextlib.asynccontextmanager
     async def _admin(self) -> AsyncIterator[AIOKafkaAdminClient]:
@@ -206,9 +190,6 @@ class KafkaBroker:
             yield admin
         finally:
             await admin.close()
-
-    async def _unusable(self, error: BaseException) -> BrokerUnavailable:
-        return await unavailable(self._servers, self._connection, error)
 
 
 def _instance(name: str | None) -> str | None:

@@ -16,6 +16,7 @@ from idemconsumer.logs import log
 from idemconsumer.redaction import error_text
 from idemconsumer.user_code.cancellation import retrieve
 
+LOSS: Final = (TimeoutError, KafkaError, OSError)  # what the client raises for servers that cannot be used
 ALLOW_READ: Final = "allow this user to READ and DESCRIBE the topic (kafka-acls.sh)"
 PROBE_TIMEOUT = 5.0
 STOP_TIMEOUT = 5.0

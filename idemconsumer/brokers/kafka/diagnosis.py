@@ -63,9 +63,10 @@ async def unusable(options: Mapping[str, Any]) -> str | None:
 
 
 async def unavailable(
-    servers: str, options: Mapping[str, Any], error: BaseException, undone: str = "cannot be used"
+    options: Mapping[str, Any], error: BaseException, undone: str = "cannot be used"
 ) -> BrokerUnavailable:
     """What to raise for an error of the client, which says too little, also of one that was connected before."""
+    servers = options["bootstrap_servers"]
     return BrokerUnavailable(f"Kafka at {servers} {undone}: {await unusable(options) or words(error)}")
 
 

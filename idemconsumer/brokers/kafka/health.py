@@ -24,13 +24,12 @@ class Health:
         self,
         consumer: AIOKafkaConsumer,
         topics: Topics,
-        servers: str,
         log: Any,
         connection: Mapping[str, Any],
     ) -> None:
         self._consumer = consumer
         self._topics = topics
-        self._servers = servers
+        self._servers = connection["bootstrap_servers"]
         self._log = log
         self._connection = connection
         self._down_since: float | None = None

@@ -1,70 +1,100 @@
-"""What is published to Kafka: one producer for all of it, and the topics that it has seen."""
+"""What is published to Kafka: one producer for what is published and replied, one for the outbox, both started when
+they are needed, and the topics that are there.
+
+Batches of an idempotent producer are numbered for each partition. One that is refused leaves a gap, and behind that
+Kafka takes nothing more of this producer there. So a producer is replaced after a batch of its was refused.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, Final
 
+from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError, TopicAuthorizationFailedError
 
 from idemconsumer.brokers.kafka.checking import missing_text, partitions_of
+from idemconsumer.brokers.kafka.client import LOSS
 from idemconsumer.brokers.kafka.diagnosis import answered, unavailable
-from idemconsumer.brokers.kafka.producing import Producing
-from idemconsumer.brokers.sendable import largest_record
+from idemconsumer.brokers.kafka.relaying import Relaying, as_bytes, headers_of, key_of
 from idemconsumer.errors import BadMessage, BrokerUnavailable
 from idemconsumer.message.replies import CONTENT_TYPE, KAFKA_CORRELATION, MESSAGE_ID, OUTCOME
 from idemconsumer.message.sources import BadSource, split_source
+from idemconsumer.opening import Opening
 from idemconsumer.ports.broker import Outgoing, Reply, Unsent
-from idemconsumer.settings import Settings
+from idemconsumer.user_code.cancellation import ends_this_task
 
 PUBLISH_TIMEOUT = 30.0
+CONFIRM: Final = 30.0  # seconds for what is relayed
+STOP_TIMEOUT: Final = 10.0
+_BATCH: Final = 256 * 1024  # bytes; a topic may take less, and then batches are halved
 _SPREAD = 1.0  # seconds after which each broker of a cluster knows of a topic that was just created
 
 
 class Publisher:
-    """`admin` opens a client for questions about topics."""
+    """`admin` opens a client for questions about topics. No record is larger than `most_bytes`."""
 
     def __init__(
         self,
         connection: dict[str, Any],
-        settings: Settings,
+        most_bytes: int,
         admin: Callable[[], AbstractAsyncContextManager[AIOKafkaAdminClient]],
     ) -> None:
         self._connection = connection
-        self._servers = settings.kafka or ""
+        self._servers = connection["bootstrap_servers"]
+        self._most_bytes = most_bytes
         self._admin = admin
-        self._producing = Producing(connection, largest_record(settings.max_message_bytes))
-        self._starting = asyncio.Lock()
+        self._producing = Producing(connection, most_bytes)
+        self._relaying = Producing(connection, most_bytes, max_batch_size=min(_BATCH, most_bytes))
+        self._asking = asyncio.Lock()
         self._counts: dict[str, int] = {}  # of the partitions of topics that exist
 
-    async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
+    async def publish(self, topic: str, messages: Sequence[Outgoing]) -> None:
         """See `KafkaBroker.publish`."""
         try:
             async with answered(self._connection, PUBLISH_TIMEOUT), self._producing.using() as producer:
-                # Sending to a missing topic waits for the whole request time-out, and gives no reason.
-                if not await self.partitions(name):
-                    raise BrokerUnavailable(missing_text(self._servers, [name]))
+                await self._demand(topic)
                 sent = [
-                    await producer.send(
-                        name,
-                        value=message.body,
-                        key=_key(message),
-                        headers=[(header, _bytes(value)) for header, value in message.headers.items()],
-                    )
-                    for message in messages
+                    await producer.send(topic, value=each.body, key=key_of(each), headers=headers_of(each))
+                    for each in messages
                 ]
                 for answer in await asyncio.gather(*sent, return_exceptions=True):
                     if isinstance(answer, BaseException):
                         raise answer
         except MessageSizeTooLargeError as error:
-            raise _too_large(name) from error
-        except (TimeoutError, KafkaError, OSError) as error:
-            self._counts.pop(name, None)  # it may be gone
-            undone = f"did not confirm {len(messages)} message(s) to topic {name!r}"
-            raise await unavailable(self._servers, self._connection, error, undone) from error
+            raise _too_large(topic) from error
+        except LOSS as error:
+            raise await self._unconfirmed(topic, messages, error) from error
+
+    async def relay(self, topic: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
+        """See `KafkaBroker.relay`."""
+        relaying = Relaying(self._relaying.get, self._relaying.discard, topic, messages, self._most_bytes)
+        try:
+            async with answered(self._connection, CONFIRM):
+                await self._demand(topic)
+                await relaying.run()
+        except BaseException as error:
+            if not ends_this_task(error) and None in relaying.answers:
+                why = await unavailable(self._connection, error, "did not confirm it")
+                return relaying.given_up(str(why))
+            if isinstance(error, LOSS):
+                raise await self._unconfirmed(topic, messages, error) from error
+            raise
+        return relaying.answers
+
+    async def _demand(self, topic: str) -> None:
+        """Sending to a missing topic waits for the whole request time-out, and gives no reason."""
+        if not await self._partitions(topic):
+            raise BrokerUnavailable(missing_text(self._servers, [topic]))
+
+    async def _unconfirmed(self, topic: str, messages: Sequence[Outgoing], error: BaseException) -> BrokerUnavailable:
+        self._counts.pop(topic, None)  # it may be gone
+        undone = f"did not confirm {len(messages)} message(s) to topic {topic!r}"
+        return await unavailable(self._connection, error, undone)
 
     async def reply(self, replies: Sequence[Reply]) -> list[Unsent | None]:
         """See `ports.Replying`."""
@@ -79,7 +109,7 @@ class Publisher:
         named = {OUTCOME: reply.outcome, MESSAGE_ID: reply.id, CONTENT_TYPE: reply.content_type}
         headers = [(name, value.encode()) for name, value in named.items()]
         if reply.address.correlation is not None:
-            headers.append((KAFKA_CORRELATION, _bytes(reply.address.correlation)))
+            headers.append((KAFKA_CORRELATION, as_bytes(reply.address.correlation)))
         try:
             async with answered(self._connection, PUBLISH_TIMEOUT), self._producing.using() as producer:
                 if not await self._takes(to, partition):
@@ -93,22 +123,22 @@ class Publisher:
             return Unsent(_too_large(to).detail, final=True)
         except TopicAuthorizationFailedError:
             return Unsent(f"Kafka at {self._servers}: this user may not write to topic {to!r}", final=True)
-        except (TimeoutError, KafkaError, OSError) as error:
+        except LOSS as error:
             self._counts.pop(to, None)
-            return Unsent(str(await unavailable(self._servers, self._connection, error, "did not confirm a reply")))
+            return Unsent(str(await unavailable(self._connection, error, "did not confirm a reply")))
         return None
 
     async def _takes(self, topic: str, partition: int | None) -> bool:
         """Whether there is such a topic, and partition. A no is asked for twice."""
-        if await self.partitions(topic) > (partition or 0):
+        if await self._partitions(topic) > (partition or 0):
             return True
         await asyncio.sleep(_SPREAD)
         self._counts.pop(topic, None)
-        return await self.partitions(topic) > (partition or 0)
+        return await self._partitions(topic) > (partition or 0)
 
-    async def partitions(self, topic: str) -> int:
+    async def _partitions(self, topic: str) -> int:
         """How many it has; 0: there is no such topic."""
-        async with self._starting:
+        async with self._asking:
             if topic not in self._counts:
                 async with self._admin() as admin:
                     if not (count := await partitions_of(admin, topic)):
@@ -116,23 +146,65 @@ class Publisher:
                 self._counts[topic] = count
             return self._counts[topic]
 
-    def forget(self, topic: str) -> None:
-        """It may be gone."""
-        self._counts.pop(topic, None)
-
     async def close(self) -> None:
         await self._producing.close()
+        await self._relaying.close()
 
 
-def _key(message: Outgoing) -> bytes | None:
-    if message.record_key is not None or message.key is None:
-        return message.record_key
-    return message.key.encode()
+class Producing:
+    """acks=all and idempotent; `options` are more of the client's."""
 
+    def __init__(self, connection: dict[str, Any], most_bytes: int, **options: Any) -> None:
+        self._options = {**connection, **options, "max_request_size": most_bytes}
+        self._producer: AIOKafkaProducer | None = None
+        self._starting = Opening(BrokerUnavailable)
+        self._leaving = set[asyncio.Task[None]]()
 
-def _bytes(value: str | bytes) -> bytes:
-    return value if isinstance(value, bytes) else value.encode()
+    @contextlib.asynccontextmanager
+    async def using(self) -> AsyncIterator[AIOKafkaProducer]:
+        """Replaced if the block raises what the servers have answered."""
+        producer = await self.get()
+        try:
+            yield producer
+        except KafkaError:
+            self.discard(producer)
+            raise
+
+    async def get(self) -> AIOKafkaProducer:
+        async with self._starting.turn():
+            if self._producer is None:
+                producer = AIOKafkaProducer(**self._options, acks="all", enable_idempotence=True)
+                try:
+                    await producer.start()
+                except BaseException:
+                    await producer.stop()
+                    raise
+                self._producer = producer
+            return self._producer
+
+    def discard(self, producer: AIOKafkaProducer) -> None:
+        """The next one is another. What others have on their way with this one is confirmed to them first."""
+        if self._producer is producer:
+            self._producer = None
+            leaving = asyncio.create_task(_stop(producer))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+
+    async def close(self) -> None:
+        """What is not confirmed yet may still get there."""
+        await self._starting.close()
+        if self._producer is not None:
+            self.discard(self._producer)
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=STOP_TIMEOUT)
+        for leaving in list(self._leaving):
+            leaving.cancel()
 
 
 def _too_large(topic: str) -> BadMessage:
     return BadMessage("oversized", f"Kafka accepts no message of that size for topic {topic!r}")
+
+
+async def _stop(producer: AIOKafkaProducer) -> None:
+    with contextlib.suppress(KafkaError, OSError):
+        await producer.stop()

@@ -12,8 +12,9 @@ import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
+from aiokafka import AIOKafkaProducer
 from aiokafka.errors import (
     InvalidTimestampError,
     KafkaError,
@@ -25,15 +26,8 @@ from aiokafka.errors import (
 from aiokafka.partitioner import DefaultPartitioner
 
 from idemconsumer.brokers.kafka.client import words
-from idemconsumer.brokers.kafka.diagnosis import answered, unavailable
-from idemconsumer.brokers.kafka.producing import Producing
 from idemconsumer.brokers.sendable import record_bytes
-from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.ports.broker import BEHIND, Outgoing, Unsent
-from idemconsumer.user_code.cancellation import ends_this_task
-
-CONFIRM: Final = 30.0  # seconds
-_BATCH: Final = 256 * 1024  # bytes; a topic may take less, and then batches are halved
 
 
 class InvalidRecordError(UnknownError):  # type: ignore[misc]
@@ -52,50 +46,23 @@ _REFUSED: Final = (MessageSizeTooLargeError, RecordListTooLargeError, InvalidTim
 _partitioner = DefaultPartitioner()
 
 
-class Relay:
-    """`partitions` says how many a topic has, 0 for one that is not there; `missing` what is to be said then."""
+class Relaying:
+    """Of messages to one topic. `answers`: what is known of each. A producer that `producer` gave is not used again
+    after `discard`; no record is larger than `most_bytes`."""
 
     def __init__(
         self,
-        connection: dict[str, Any],
-        servers: str,
+        producer: Callable[[], Awaitable[AIOKafkaProducer]],
+        discard: Callable[[AIOKafkaProducer], None],
+        topic: str,
+        messages: Sequence[Outgoing],
         most_bytes: int,
-        partitions: Callable[[str], Awaitable[int]],
-        missing: Callable[[str], str],
     ) -> None:
-        self._servers = servers
-        self._connection = connection
-        self.most_bytes = most_bytes
-        self.producing = Producing(connection, most_bytes, max_batch_size=min(_BATCH, most_bytes))
-        self._partitions = partitions
-        self._missing = missing
-
-    async def relay(self, topic: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
-        """See `ports.Relaying`. Raises KafkaError, OSError and TimeoutError where nothing was confirmed."""
-        sending = _Sending(self, topic, messages)
-        try:
-            async with answered(self._connection, CONFIRM):
-                if not await self._partitions(topic):
-                    raise BrokerUnavailable(self._missing(topic))
-                await sending.run()
-        except BaseException as error:
-            if ends_this_task(error) or all(each is not None for each in sending.answers):
-                raise
-            why = await unavailable(self._servers, self._connection, error, "did not confirm it")
-            return sending.given_up(str(why))
-        return sending.answers
-
-    async def close(self) -> None:
-        await self.producing.close()
-
-
-class _Sending:
-    """Of messages to one topic. `answers`: what is known of each."""
-
-    def __init__(self, relay: Relay, topic: str, messages: Sequence[Outgoing]) -> None:
-        self._relay = relay
+        self._producer = producer
+        self._discard = discard
         self._topic = topic
         self._messages = messages
+        self._most_bytes = most_bytes
         self._stopped = set[bytes | None]()  # keys
         self.answers: list[Unsent | None] = [BEHIND] * len(messages)
 
@@ -112,21 +79,21 @@ class _Sending:
             await self._send_halves(partition, parts)
 
     async def _by_partition(self) -> dict[int, list[int]]:
-        producer = await self._relay.producing.get()
+        producer = await self._producer()
         there = sorted(await producer.partitions_for(self._topic))
         any_of_them = random.choice(there)  # one for all without a key: larger batches
         of: dict[int, list[int]] = {}
         for index, message in enumerate(self._messages):
-            key = _key(message)
+            key = key_of(message)
             if key in self._stopped:
                 continue
             try:
-                too_large = record_bytes(message) > self._relay.most_bytes
+                too_large = record_bytes(message) > self._most_bytes
             except ValueError as error:
                 self._refuse(index, f"it cannot be encoded: {error}")
                 continue
             if too_large:
-                self._refuse(index, f"it is larger than {self._relay.most_bytes} bytes, the limit for Kafka")
+                self._refuse(index, f"it is larger than {self._most_bytes} bytes, the limit for Kafka")
                 continue
             partition = any_of_them if key is None else _partitioner(key, there, there)
             of.setdefault(partition, []).append(index)
@@ -144,7 +111,7 @@ class _Sending:
     async def _send_halves(self, partition: int, parts: Sequence[list[int]]) -> None:
         left = deque(parts)
         while left:
-            part = [index for index in left.popleft() if _key(self._messages[index]) not in self._stopped]
+            part = [index for index in left.popleft() if key_of(self._messages[index]) not in self._stopped]
             if not part:
                 continue
             count, error = await self._send(partition, part)
@@ -158,23 +125,23 @@ class _Sending:
 
     async def _send(self, partition: int, indexes: Sequence[int]) -> tuple[int, KafkaError | None]:
         """As many as fit into a batch, and why they were refused. Raises KafkaError where it is not their fault."""
-        producer = await self._relay.producing.get()
+        producer = await self._producer()
         builder = producer.create_batch()
         now, count = int(time.time() * 1000), 0
         for index in indexes:
             message = self._messages[index]
-            headers = [(name, _bytes(value)) for name, value in message.headers.items()]
-            if builder.append(timestamp=now, key=_key(message), value=message.body, headers=headers) is None:
+            key, headers = key_of(message), headers_of(message)
+            if builder.append(timestamp=now, key=key, value=message.body, headers=headers) is None:
                 break
             count += 1
         builder.close()
         try:
             await (await producer.send_batch(builder, self._topic, partition=partition))
         except _REFUSED as error:
-            self._relay.producing.discard(producer)
+            self._discard(producer)
             return count, error
         except BaseException:
-            self._relay.producing.discard(producer)
+            self._discard(producer)
             raise
         for index in indexes[:count]:
             self.answers[index] = None
@@ -186,15 +153,19 @@ class _Sending:
 
     def _refuse(self, index: int, text: str) -> None:
         self.answers[index] = Unsent(text, final=True)
-        if (key := _key(self._messages[index])) is not None:
+        if (key := key_of(self._messages[index])) is not None:
             self._stopped.add(key)
 
 
-def _key(message: Outgoing) -> bytes | None:
+def key_of(message: Outgoing) -> bytes | None:
     if message.record_key is not None or message.key is None:
         return message.record_key
     return message.key.encode()
 
 
-def _bytes(value: str | bytes) -> bytes:
+def headers_of(message: Outgoing) -> list[tuple[str, bytes]]:
+    return [(name, as_bytes(value)) for name, value in message.headers.items()]
+
+
+def as_bytes(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else value.encode()

@@ -11,10 +11,10 @@ from typing import Final
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.errors import CommitFailedError, GroupCoordinatorNotAvailableError, KafkaError
+from aiokafka.errors import CommitFailedError, GroupCoordinatorNotAvailableError
 
 from idemconsumer.brokers.kafka.checking import missing_text, partitions_of
-from idemconsumer.brokers.kafka.client import cluster_of, name_of
+from idemconsumer.brokers.kafka.client import LOSS, cluster_of, name_of
 from idemconsumer.brokers.kafka.connection import connection_options
 from idemconsumer.brokers.kafka.diagnosis import unavailable
 from idemconsumer.brokers.kafka.questions import described_group, present_leaders, topic_ids
@@ -130,8 +130,8 @@ async def group_offsets(settings: Settings, group: str) -> AsyncIterator[GroupOf
             await consumer.start()
             await admin.start()
             yield GroupOffsets(consumer, admin, group, await cluster_of(consumer._client))
-    except (TimeoutError, KafkaError, OSError) as error:
-        raise await unavailable(settings.kafka, connection, error) from error
+    except LOSS as error:
+        raise await unavailable(connection, error) from error
     finally:
         await admin.close()
         await consumer.stop()

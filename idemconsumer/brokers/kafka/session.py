@@ -86,7 +86,6 @@ class KafkaSession:
         group: str,
         topics: Topics,
         bounds: Bounds,
-        servers: str,
         placing: Placing,
         seat: Seat,
         connection: Mapping[str, Any],
@@ -114,7 +113,7 @@ class KafkaSession:
 
         self._committing = asyncio.Lock()
         self._failed_commits = 0
-        self._health = Health(consumer, self._topics, servers, self._log, connection)
+        self._health = Health(consumer, topics, self._log, connection)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, existing: Iterable[str]) -> None:
