@@ -1,14 +1,48 @@
-"""Why a server's port cannot be used, in our words, whatever speaks behind it. Quotes addresses and no credentials."""
+"""Reaching a server, whatever speaks behind its port: TLS, and why not, in our words. Quotes no credentials."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
+from idemconsumer.certificates import RenewedContext
+from idemconsumer.errors import ConfigurationError
+
 ANSWER: Final = 3.0  # seconds for each answer; a healthy server needs milliseconds
+
+
+def silence(*loggers: str) -> None:
+    """Those of a client that writes of each loss, many times over; the feed that reconnects logs once that a session
+    ended. One that has a level goes on."""
+    for name in loggers:
+        if (logger := logging.getLogger(name)).level == logging.NOTSET:
+            logger.setLevel(logging.CRITICAL)
+
+
+def tls_of(
+    ca: str | None, cert: str | None, key: str | None, wrong: Callable[[Exception], str], *, trusting: bool = False
+) -> RenewedContext:
+    """TLS by these PEM files; without an authority's, the system's are trusted. Raises ConfigurationError, with what
+    `wrong` says. `trusting`: whoever answers."""
+
+    def make() -> ssl.SSLContext:
+        try:
+            context = ssl.create_default_context(cafile=ca)
+            if cert is not None:
+                context.load_cert_chain(cert, key)
+            elif key is not None:
+                raise ValueError("a key needs its certificate")
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(wrong(error)) from error
+        if trusting:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return context
+
+    return RenewedContext(make, (ca, cert, key))
 
 
 def unreached(error: BaseException, at: str, setting: str, authority: str) -> str | None:

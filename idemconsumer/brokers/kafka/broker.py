@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 
@@ -29,6 +28,7 @@ from idemconsumer.brokers.kafka.placing import Placing
 from idemconsumer.brokers.kafka.publishing import Publisher
 from idemconsumer.brokers.kafka.session import KafkaSession
 from idemconsumer.brokers.kafka.topics import Topics
+from idemconsumer.brokers.reaching import silence
 from idemconsumer.brokers.sendable import largest_record
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.logs import log
@@ -67,9 +67,7 @@ class KafkaBroker:
         self._publisher = Publisher(self._connection, largest_record(settings.max_message_bytes), self._admin)
         self._positions: Positions | None = None
         self._seats: dict[str, Seat] = {}
-        quiet = logging.getLogger("aiokafka")
-        if quiet.level == logging.NOTSET:
-            quiet.setLevel(logging.CRITICAL)
+        silence("aiokafka")
 
     def feed(self, subscription: Subscription) -> str:
         return f"kafka:{subscription.group}"

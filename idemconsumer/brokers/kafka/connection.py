@@ -19,6 +19,7 @@ from typing import Any, Final
 from aiokafka.abc import AbstractTokenProvider
 from aiokafka.errors import KafkaError
 
+from idemconsumer.brokers.reaching import tls_of
 from idemconsumer.certificates import RenewedContext
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.missing import cannot_import
@@ -71,21 +72,16 @@ def _credentials(settings: Settings, protocol: str) -> dict[str, Any]:
 
 
 def _tls(settings: Settings) -> RenewedContext:
-    files = settings.kafka_ca_file, settings.kafka_cert_file, settings.kafka_key_file
-    return RenewedContext(lambda: _made(settings), files)
-
-
-def _made(settings: Settings) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=settings.kafka_ca_file)
-        if settings.kafka_cert_file is not None:
-            context.load_cert_chain(settings.kafka_cert_file, settings.kafka_key_file)
-    except OSError as error:
-        raise ConfigurationError(
+    certificate = settings.kafka_cert_file
+    return tls_of(
+        settings.kafka_ca_file,
+        certificate,
+        None if certificate is None else settings.kafka_key_file,
+        lambda error: (
             f"kafka: a certificate file cannot be used ({error}); IDEMCONSUMER_KAFKA_CA_FILE, _CERT_FILE "
             "and _KEY_FILE name PEM files"
-        ) from error
-    return context
+        ),
+    )
 
 
 class NoToken(KafkaError):  # type: ignore[misc]

@@ -59,19 +59,9 @@ WORTH_LOGGING = 5  # commits that failed in a row; one or two are a rebalance
 NOWHERE = TopicPartition("", -1)
 
 
-class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]
-    def __init__(self, session: KafkaSession) -> None:
-        self._session = session
-
-    async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
-        await self._session.revoked()
-
-    async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
-        self._session.assigned(assigned)
-
-
-class KafkaSession:
-    """See `ports.Session`. Settling marks in memory; offsets are committed each second, on revoke, on close.
+class KafkaSession(ConsumerRebalanceListener):  # type: ignore[misc]
+    """See `ports.Session`. Settling marks in memory; offsets are committed each second, on revoke, on close. The client
+    tells it of rebalances.
 
     A crash repeats at most what lies above the last commit. Not guaranteed: that a drain longer than
     `bounds.drain` commits what it finished afterwards; the message is delivered again and found to be a
@@ -123,10 +113,10 @@ class KafkaSession:
         if self._seat.instance is None:  # a static member keeps its partitions while it restarts
             watch_membership(self._consumer, partial(CHANNEL.joined, self._group))
         if self._topics.patterns:  # as `subscribe` does with a pattern
-            self._consumer._subscription.subscribe_pattern(self._topics, listener=_Listener(self))
+            self._consumer._subscription.subscribe_pattern(self._topics, listener=self)
             self._consumer._client.set_topics([])
         else:
-            self._consumer.subscribe(list(self._topics.names), listener=_Listener(self))
+            self._consumer.subscribe(list(self._topics.names), listener=self)
         self._tasks = [
             asyncio.create_task(self._every(COMMIT_EVERY, self._commit)),
             asyncio.create_task(self._every(PROBE_EVERY, self._probe)),
@@ -260,7 +250,7 @@ class KafkaSession:
         return [*late, *self._reading.register(fetched)]  # no await in between: see the head of this file
 
     # ------------------------------------------------------------------------------------ commits, rebalances
-    async def revoked(self) -> None:
+    async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
         """All partitions are taken away: let what runs finish (at most `bounds.drain`), commit, end.
 
         The client joins again when this returns. Only a cancellation keeps it from that; `close()` copes with it.
@@ -284,15 +274,15 @@ class KafkaSession:
             self._reading.partitions.clear()
             self._changed.set()
 
-    def assigned(self, partitions: Iterable[TopicPartition]) -> None:
+    async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
         if self._over:
             return
         self._joined, self._rebalancing = True, False
         self._seat.taken(self._consumer._coordinator.member_id)
-        for at in partitions:
+        for at in assigned:
             self._reading.begin(at)  # even if nothing is ever delivered, holes may be stepped over
         self._reading.pause()
-        self._log.info("kafka assigned", partitions=sorted(map(name_of, partitions)))
+        self._log.info("kafka assigned", partitions=sorted(map(name_of, assigned)))
 
     async def _quiet(self, partitions: Iterable[Partition]) -> bool:
         """Whether nothing of them runs any more; cut short by `close()`, which has waited for that itself."""

@@ -6,19 +6,20 @@ import asyncio
 import struct
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, Final, TypeAlias, TypeGuard
 
+from aio_pika import Connection
 from aio_pika.abc import AbstractChannel, AbstractConnection
 from aiormq import spec
 from aiormq.abc import AbstractChannel as Wire
-from aiormq.abc import DeliveredMessage
+from aiormq.abc import DeliveredMessage, FieldTable
 from aiormq.exceptions import ChannelNotFoundEntity, ChannelPreconditionFailed
 
 from idemconsumer.brokers.one_after_another import one_after_another
 from idemconsumer.brokers.rabbitmq.limits import limits, read_queue, time_to_live
-from idemconsumer.brokers.rabbitmq.link import LOSS, Link, answered, farewell
+from idemconsumer.brokers.rabbitmq.link import LOSS, Link, answered, channel_beside, farewell, text_of
 from idemconsumer.brokers.rabbitmq.session import RabbitmqSession
-from idemconsumer.brokers.rabbitmq.streams import is_stream
+from idemconsumer.brokers.rabbitmq.tap import TappedConnection
 from idemconsumer.errors import BadMessage, BrokerUnavailable, ConfigurationError
 from idemconsumer.message.message import Subscription
 from idemconsumer.message.replies import OUTCOME
@@ -34,6 +35,9 @@ PERSISTENT = 2
 DIRECT = "amq.rabbitmq.reply-to."  # before the name of a requester that has no queue
 _Send: TypeAlias = Callable[[Wire], Awaitable[object]]
 _AROUND_HEADERS = 1024  # bytes of the frame that has them: other properties, of which none has more than 255
+# Nothing can be declared so: an expiry of 0 is invalid. Where the queue exists, the broker says what differs, and of a
+# stream that is its type.
+_NEVER: Final[FieldTable] = {"x-queue-type": "classic", "x-expires": 0}
 _STREAM = "is a stream, which has no acks per message: its earlier messages would be skipped; use a quorum queue"
 
 
@@ -56,7 +60,7 @@ class RabbitmqBroker:
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> RabbitmqSession:
         """ConfigurationError for a stream."""
         (queue,) = {subscription.name for subscription in subscriptions}
-        connection = await self._link.connect_consumer(f"consumer of {queue}")
+        connection = await self._link.connect(f"consumer of {queue}", TappedConnection)
         try:
             if await is_stream(connection, queue):  # each time: the name may be another queue's by now
                 raise ConfigurationError(f"rabbitmq:{queue}: {_STREAM}")
@@ -91,13 +95,9 @@ class RabbitmqBroker:
 
     async def check_destination(self, name: str) -> None:
         """Whether the queue or the exchange exists; not whether the exchange routes the key to a queue."""
-        exchange, key = route(name)
-        connection = await self._link.connect("check")
+        connection = await self._link.connect("check", Connection)
         try:
-            if exchange:
-                await self._has_exchange(connection, exchange, key, name)
-            else:
-                await self._exists(connection, key)
+            await self._demand(connection, *route(name))
         finally:
             await farewell(connection)
 
@@ -108,9 +108,9 @@ class RabbitmqBroker:
             text = f"RabbitMQ at {self._link.where} is reached over a network without TLS; write amqps://"
             found.append(Finding("warning", subject, text))
         try:
-            connection = await self._link.connect("check")
+            connection = await self._link.connect("check", Connection)
             try:
-                await self._exists(connection, queue)
+                await self._demand(connection, "", queue)
                 if await is_stream(connection, queue):
                     return [*found, Finding("error", subject, f"{queue!r} {_STREAM}")]
             finally:
@@ -143,23 +143,31 @@ class RabbitmqBroker:
     async def close(self) -> None:
         await self._publisher.close()
 
-    async def _exists(self, connection: AbstractConnection, queue: str) -> None:
+    async def _demand(self, connection: AbstractConnection, exchange: str, key: str) -> None:
+        """The exchange, or the queue `key` where that has no name. Raises BrokerUnavailable."""
         try:
-            channel = connection.channel()
-            await answered(channel.initialize())
-            await answered(channel.declare_queue(queue, passive=True))
+            async with channel_beside(connection) as wire:
+                if exchange:
+                    await answered(wire.exchange_declare(exchange, passive=True))
+                else:
+                    await answered(wire.queue_declare(key, passive=True))
         except LOSS as error:
-            raise self._link.refused(queue, error) from error
-
-    async def _has_exchange(self, connection: AbstractConnection, exchange: str, key: str, name: str) -> None:
-        try:
-            channel = connection.channel()
-            await answered(channel.initialize())
-            await answered(channel.declare_exchange(exchange, passive=True))
-        except ChannelNotFoundEntity as error:
-            raise self._link.unrouted(exchange, key, name) from error
-        except LOSS as error:
+            if not exchange:
+                raise self._link.refused(key, error) from error
+            if isinstance(error, ChannelNotFoundEntity):
+                raise self._link.unrouted(exchange, key) from error
             raise self._link.unavailable(f"exchange {exchange!r} cannot be used", error) from error
+
+
+async def is_stream(connection: AbstractConnection, queue: str) -> bool:
+    """Whether a name is that of a stream, which a consumer of a queue must not read (Q10). False also where that cannot
+    be told, as without the right to configure: AMQP has no question for it."""
+    try:
+        async with channel_beside(connection) as wire:
+            await answered(wire.queue_declare(queue, durable=True, arguments=_NEVER))
+    except LOSS as error:
+        return "'x-queue-type'" in text_of(error) and "'stream'" in text_of(error)
+    return False
 
 
 class _Publisher:
@@ -176,30 +184,18 @@ class _Publisher:
         self._spare: list[AbstractChannel] = []
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
-        exchange, key = route(name)
-        try:
-            answers = await self._confirmed(
-                [partial(_send, exchange=exchange, key=key, message=message) for message in messages], f"{name!r}"
-            )
-        except LOSS as error:
-            raise self._link.unavailable(f"publishing to {name!r} failed", error) from error
+        exchange, key, answers = await self._answers(name, messages)
         for answer in answers:
             if isinstance(answer, DeliveredMessage | ChannelNotFoundEntity):
-                raise self._link.unrouted(exchange, key, name) if exchange else self._link.missing(key)
+                raise self._link.unrouted(exchange, key)
             if _refused(answer):
                 raise BadMessage("unsendable", f"RabbitMQ does not accept it for {name!r}: {answer}") from answer
             if isinstance(answer, BaseException):
                 raise self._link.unavailable(f"publishing to {name!r} failed", answer) from answer
 
     async def relay(self, name: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
-        exchange, key = route(name)
-        try:
-            answers = await self._confirmed(
-                [partial(_send, exchange=exchange, key=key, message=message) for message in messages], f"{name!r}"
-            )
-        except LOSS as error:
-            raise self._link.unavailable(f"publishing to {name!r} failed", error) from error
-        relayed = [self._relayed(answer, exchange, key, name) for answer in answers]
+        exchange, key, answers = await self._answers(name, messages)
+        relayed = [self._relayed(answer, exchange, key) for answer in answers]
         if len(messages) > 1 and any(map(_refused, answers)):  # which has closed the channel for the others
             clock = asyncio.get_running_loop().time
             until = clock() + CONFIRM
@@ -208,9 +204,18 @@ class _Publisher:
                     relayed[index] = (await self.relay(name, [messages[index]]))[0] if clock() < until else BEHIND
         return relayed
 
-    def _relayed(self, answer: object, exchange: str, key: str, name: str) -> Unsent | None:
+    async def _answers(self, name: str, messages: Sequence[Outgoing]) -> tuple[str, str, list[object]]:
+        """The exchange and the key of a destination, and the answer to each message."""
+        exchange, key = route(name)
+        sends = [partial(_send, exchange=exchange, key=key, message=message) for message in messages]
+        try:
+            return exchange, key, await self._confirmed(sends, f"{name!r}")
+        except LOSS as error:
+            raise self._link.unavailable(f"publishing to {name!r} failed", error) from error
+
+    def _relayed(self, answer: object, exchange: str, key: str) -> Unsent | None:
         if isinstance(answer, DeliveredMessage | ChannelNotFoundEntity):
-            return Unsent(str(self._link.unrouted(exchange, key, name) if exchange else self._link.missing(key)))
+            return Unsent(str(self._link.unrouted(exchange, key)))
         return self._unsent(answer)
 
     async def reply(self, replies: Sequence[Reply]) -> list[Unsent | None]:
@@ -271,7 +276,7 @@ class _Publisher:
         async with self._connecting.turn():
             # `is_closed` stays False on a connection that was lost; `connected` is cleared.
             if self._connection is None or not self._connection.connected.is_set():
-                self._connection = await self._link.connect("publisher")
+                self._connection = await self._link.connect("publisher", Connection)
             connection = self._connection
         channel = connection.channel()
         await channel.initialize()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import random
 import shlex
-import ssl
-from collections.abc import Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Protocol, TypeVar
 from urllib.parse import SplitResult, unquote
 
@@ -16,11 +14,11 @@ import aio_pika
 import aiormq
 from aio_pika.abc import AbstractConnection
 from aio_pika.exceptions import CONNECTION_EXCEPTIONS
+from aiormq.abc import AbstractChannel as Wire
 
 from idemconsumer.addresses import is_local, rabbitmq_parameters, rabbitmq_urls
 from idemconsumer.brokers.rabbitmq.decoding import read_everything
-from idemconsumer.brokers.rabbitmq.tap import TappedConnection
-from idemconsumer.brokers.reaching import speaks_tls, unreached
+from idemconsumer.brokers.reaching import silence, speaks_tls, tls_of, unreached
 from idemconsumer.certificates import RenewedContext, expired
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.redaction import error_text
@@ -78,19 +76,9 @@ class Link:
         self._guest = hosts[0].username == "guest"
         self._heartbeat = None if "heartbeat" in parameters else HEARTBEAT
         self.heartbeat = int(parameters.get("heartbeat", HEARTBEAT))
-        for name in ("aio_pika", "aiormq"):
-            # Both log every loss several times, as errors; the feed that reconnects logs once that a session ended.
-            if (logger := logging.getLogger(name)).level == logging.NOTSET:
-                logger.setLevel(logging.CRITICAL)
+        silence("aio_pika", "aiormq")
 
-    async def connect(self, purpose: str) -> AbstractConnection:
-        """For all but consuming."""
-        return await self._connect(purpose, aio_pika.Connection)
-
-    async def connect_consumer(self, purpose: str) -> TappedConnection:
-        return await self._connect(purpose, TappedConnection)
-
-    async def _connect(self, purpose: str, kind: type[C]) -> C:
+    async def connect(self, purpose: str, kind: type[C]) -> C:
         """A plain connection (Q4): one that reconnected by itself would ack old tags on a new channel.
 
         Of several hosts the first one that takes it. Raises BrokerUnavailable.
@@ -155,7 +143,11 @@ class Link:
             """arguments='{"x-queue-type":"quorum"}'"""
         )
 
-    def unrouted(self, exchange: str, key: str, queue_like: str) -> BrokerUnavailable:
+    def unrouted(self, exchange: str, key: str) -> BrokerUnavailable:
+        """Of a message that no queue took, where it was to go. The exchange without a name leads to the queue `key`."""
+        if not exchange:
+            return self.missing(key)
+        queue_like = f"{exchange}/{key}"
         return BrokerUnavailable(
             f"RabbitMQ at {self.where}: exchange {exchange!r} in vhost {self.vhost!r} does not exist, or routes "
             f"{key!r} to no queue; bind one, or write rabbitmq:/{queue_like} for the queue {queue_like!r}"
@@ -182,6 +174,17 @@ async def answered(answer: Awaitable[T], within: float = ANSWER) -> T:
         raise ConnectionResetError("the channel was closed") from None
 
 
+@contextlib.asynccontextmanager
+async def channel_beside(connection: AbstractConnection) -> AsyncIterator[Wire]:
+    """A channel for a question of its own: one without an answer costs its channel. LOSS."""
+    channel = connection.channel(publisher_confirms=False)
+    try:
+        await answered(channel.initialize())
+        yield await channel.get_underlay_channel()
+    finally:
+        await farewell(channel)
+
+
 async def farewell(*resources: _Closable) -> None:
     """Close each in turn, within FAREWELL seconds; a dead one cannot be closed, and that is not reported."""
     for resource in resources:
@@ -191,25 +194,13 @@ async def farewell(*resources: _Closable) -> None:
 
 def _tls(parameters: Mapping[str, str]) -> RenewedContext | None:
     """None leaves the choice to the address (plain, or TLS with the system's authorities)."""
-    files = [parameters.get(name) for name in ("cafile", "certfile", "keyfile")]
+    ca, cert, key = files = [parameters.get(name) for name in ("cafile", "certfile", "keyfile")]
     trusting = parameters.get("no_verify_ssl") == "1"
     if not (any(files) or trusting):
         return None
-    return RenewedContext(lambda: _made(*files, trusting=trusting), files)
 
+    def wrong(error: Exception) -> str:
+        named = f"cafile={ca}, certfile={cert} and keyfile={key}"
+        return f"settings: TLS for RabbitMQ: {error}; {named} in IDEMCONSUMER_RABBITMQ must name readable PEM files"
 
-def _made(ca: str | None, cert: str | None, key: str | None, *, trusting: bool) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=ca)
-        if cert is not None:
-            context.load_cert_chain(cert, key)
-        elif key is not None:
-            raise ValueError("a key needs its certificate")
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"settings: TLS for RabbitMQ: {error}; cafile={ca}, certfile={cert} and keyfile={key} in "
-            "IDEMCONSUMER_RABBITMQ must name readable PEM files"
-        ) from error
-    if trusting:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context
+    return tls_of(ca, cert, key, wrong, trusting=trusting)

@@ -19,9 +19,8 @@ from idemconsumer.brokers.outstanding import Outstanding
 from idemconsumer.brokers.rabbitmq.ack_tags import AckTags
 from idemconsumer.brokers.rabbitmq.arrivals import Arrival
 from idemconsumer.brokers.rabbitmq.consumers import Consumers
-from idemconsumer.brokers.rabbitmq.depth import depth
 from idemconsumer.brokers.rabbitmq.limits import TAKE_OVER_AFTER
-from idemconsumer.brokers.rabbitmq.link import FAREWELL, LOSS, Link, answered, farewell, text_of
+from idemconsumer.brokers.rabbitmq.link import FAREWELL, LOSS, Link, answered, channel_beside, farewell, text_of
 from idemconsumer.brokers.rabbitmq.tap import TappedConnection
 from idemconsumer.errors import SessionEnded
 from idemconsumer.message.message import PROPERTIES, Message
@@ -144,7 +143,9 @@ class RabbitmqSession:
         """See `ports.KnowsLag`."""
         if not whole or self._ended is not None:
             return {}
-        return {f"rabbitmq:{self._queue}": self._backlog.lag(await depth(self._connection, self._queue))}
+        async with channel_beside(self._connection) as wire:
+            count = (await answered(wire.queue_declare(self._queue, passive=True))).message_count
+        return {f"rabbitmq:{self._queue}": self._backlog.lag(count or 0)}
 
     @property
     def silence(self) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -14,7 +13,7 @@ from aiobotocore.session import get_session
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError, NoRegionError
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from idemconsumer.brokers.reaching import unreached
+from idemconsumer.brokers.reaching import silence, unreached
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.message.queues import QueueAddress, queue_address
 from idemconsumer.redaction import error_text, redact
@@ -93,10 +92,7 @@ class Link:
         self.where = f"SQS at {redact(settings.sqs)}" if settings.sqs else "SQS"
         self._endpoint = settings.sqs
         self._session = get_session()
-        for name in ("aiobotocore", "botocore"):
-            # Both log each request that they send again; the feed that reconnects logs once that a session ended.
-            if (logger := logging.getLogger(name)).level == logging.NOTSET:
-                logger.setLevel(logging.CRITICAL)
+        silence("aiobotocore", "botocore")
 
     async def connect(self, requests: int, at: QueueAddress) -> Client:
         """A client for `requests` at a time, in the queue's region. It connects with its first one.
