@@ -17,7 +17,8 @@ from psycopg.pq import ExecStatus
 
 from idemconsumer import Message, Reject, Retry, Saga, Tx, idempotent_handler
 from idemconsumer.app.enqueuing import enqueue_in
-from idemconsumer.brokers.postgres import PostgresBroker, PostgresSession
+from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.brokers.postgres_session import PostgresSession
 from idemconsumer.engine.engine import Engine
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.message.message import StoredResult, Subscription

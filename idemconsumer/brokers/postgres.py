@@ -1,58 +1,31 @@
-"""The queue in Postgres: `postgres:name`, built in, needs nothing but the database.
-
-A delivery is a row made invisible until a deadline, which the session moves on while the delivery is held. Each
-delivery carries a token of its own, so that settling an expired one changes nothing. All queues of a process are one
-session. It takes what was announced; NOTIFY only wakes it early, and about once a second it, or the sagas of its
-process, look at all queues in one statement (P5, L61). What is not due yet waits in a table of its own, and whoever
-takes from the queue moves it over once it is due (P7).
-"""
+"""The queue in Postgres: `postgres:name`, built in, needs nothing but the database. Consuming is in
+`postgres_session`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import psycopg
 
-from idemconsumer.brokers.outstanding import Outstanding
+from idemconsumer.brokers.postgres_session import CONTROL, OUTBOX, SAGA, TIMEOUT, PostgresSession, sources
 from idemconsumer.brokers.publishers import Publishers
-from idemconsumer.brokers.queue_front import Line, LowWater
-from idemconsumer.brokers.rows_in_hand import Row, RowsInHand, handles
-from idemconsumer.brokers.waking import FEW_LANES, Waking
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable
-from idemconsumer.message.headers import decode_headers, encode_headers
-from idemconsumer.message.message import Message, Subscription, Whole
-from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
+from idemconsumer.message.headers import encode_headers
+from idemconsumer.message.message import Subscription
+from idemconsumer.ports.broker import Bounds, Finding, Outgoing
 from idemconsumer.redaction import error_text
-from idemconsumer.rules import fetching
 from idemconsumer.settings import Settings
 from idemconsumer.sql.answering import AnsweringConnection
 from idemconsumer.sql.connecting import OwnCursor, connect_async, is_pooled
 from idemconsumer.sql.queries import load, misconfigured
-from idemconsumer.user_code.cancellation import end
 
 Connection = psycopg.AsyncConnection[Any]
 _Answering = AnsweringConnection[Any]
 
-VISIBILITY: Final = 10.0  # seconds until what a dead worker held is delivered again
-_LOOK: Final = 1.25  # seconds between two looks
-_SOON: Final = 0.2
-_AHEAD: Final = 5.0  # seconds; what is due later is found by a later look
-_TIMEOUT: Final = 10.0  # of any single statement of the session
-_PATIENCE: Final = _TIMEOUT + 2.0  # R20
-_SAGA: Final = "saga:"  # the payload of who has made a saga due that waited (L42)
-_OUTBOX: Final = "outbox:"  # before a destination (X8); by itself, as if it were a queue, in looks
-_CONTROL: Final = "control:"  # and of who has decided about handlers or workers (O13); in looks the last decision
-_LARGEST: Final = 1 << 30  # bytes of a value in Postgres
-_TOKENS: Final = 1 << 42  # of one taker: at 10,000 messages a second, in fourteen years
-_FRONT: Final = 10_000  # messages of a queue, among which all are that somebody has in hand
-_DUE_AT_ONCE: Final = 200  # messages of a queue that one statement moves over
-_LONG: Final = 18  # deadlines in a row, which take a minute, after which a message leaves its place (P9)
+_PATIENCE: Final = TIMEOUT + 2.0  # R20
 
 
 async def enqueue(connection: Connection, schema: str, name: str, messages: Sequence[Outgoing]) -> None:
@@ -91,23 +64,21 @@ class PostgresBroker:
         self._publishers = Publishers(lambda: self._connect(self._dsn))
         self._sessions: set[PostgresSession] = set()
         self._lost: list[PostgresSession] = []  # they owe the database something (P8)
-        self._wake: Callable[[], None] = _nobody
-        self._told: Callable[[], None] = _nobody
-        self._relay: Callable[[str], None] | None = None
+        self._tell: dict[str, Callable[[str], None]] = {}  # by what a notice begins with that names no queue
 
     def wake_sagas_by(self, wake: Callable[[], None]) -> None:
         """See `ports.BesideSagas`."""
-        self._wake = wake
+        self._tell[SAGA] = lambda _: wake()
 
     def tell(self, told: Callable[[], None]) -> None:
         """`told` is called when somebody has decided about handlers or workers. To be called before a session is
         opened. Nothing may depend on it: some sessions hear nothing."""
-        self._told = told
+        self._tell[CONTROL] = lambda _: told()
 
     def relay_by(self, wake: Callable[[str], None]) -> None:
         """`wake` is called with a destination to which something can be relayed, or with "" where that is not known
         (X8). As `tell`."""
-        self._relay = wake
+        self._tell[OUTBOX] = wake
 
     async def ask(self, statement: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         """The rows of a short statement, by its name. Raises StoreUnavailable, also while no session is open; ends no
@@ -138,7 +109,7 @@ class PostgresBroker:
 
     async def _connect(self, dsn: str) -> _Answering:
         # enable_seqscan: a plan cached while the queue was empty must not scan it when it is full (G5).
-        settings = {"enable_seqscan": "off", "statement_timeout": f"{int(_TIMEOUT * 1000)}", "lock_timeout": "5s"}
+        settings = {"enable_seqscan": "off", "statement_timeout": f"{int(TIMEOUT * 1000)}", "lock_timeout": "5s"}
         made = asyncio.ensure_future(connect_async(dsn, settings, connect_timeout=5, purpose="queue"))
         try:
             connection = await asyncio.shield(made)
@@ -154,9 +125,7 @@ class PostgresBroker:
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> PostgresSession:
         connection = await self._connect(self._dsn)
-        names = [each.name for each in subscriptions]
-        tell = {_SAGA: self._wake, _CONTROL: self._told}
-        session = PostgresSession(subscriptions, connection, self._schema, bounds, tell, self._closed, self._relay)
+        session = PostgresSession(subscriptions, connection, self._schema, bounds, self._tell, self._closed)
         try:
             pooled = await is_pooled(connection)
             listens = self._listen_dsn is not None or not pooled
@@ -166,7 +135,8 @@ class PostgresBroker:
                 self._lost.pop()
         except (psycopg.Error, SessionEnded) as error:
             await session.close()
-            of = "" if isinstance(error, SessionEnded) else f"{_sources(names)}: "  # a session names its own
+            named = isinstance(error, SessionEnded)  # a session names its queues
+            of = "" if named else f"{sources(each.name for each in subscriptions)}: "
             raise BrokerUnavailable(f"{of}{error_text(error)}") from error
         except BaseException:
             await session.close()
@@ -224,358 +194,3 @@ class PostgresBroker:
 
     async def close(self) -> None:
         return
-
-
-@dataclass(slots=True)
-class _Queue:
-    """What a session has in hand of one queue."""
-
-    outstanding: Outstanding
-    epoch: Epoch = field(default_factory=lambda: Epoch(takes_back=True))
-
-    def room(self, *, at_once: bool) -> int:
-        """`at_once`: for what its lanes can begin at once."""
-        waiting = self.epoch.waiting
-        room = self.outstanding.may_take(waiting)
-        return fetching.at_once(room, len(self.outstanding) - waiting) if at_once else room
-
-
-class PostgresSession:
-    """Of all queues of a process. Up to two connections: one for statements, and one that listens where that is
-    possible.
-
-    `ready` are the queues that may have something to take: what was announced, seen by a look, or left by the last
-    take.
-    """
-
-    losses_count = False
-
-    def __init__(
-        self,
-        subscriptions: Sequence[Subscription],
-        connection: _Answering,
-        schema: str,
-        bounds: Bounds,
-        tell: Mapping[str, Callable[[], None]],
-        closed: Callable[[PostgresSession], None],
-        relay: Callable[[str], None] | None = None,
-    ) -> None:
-        """`tell`: whom to call for a notice that names no queue, by its text. `relay`: see `relay_by`."""
-        names = [each.name for each in subscriptions]
-        self._apps = {f"{each.group}/{each.handler}" for each in subscriptions}
-        self._relay = relay
-        self._connection = connection
-        self._tell = tell
-        self._closed = closed
-        self._waking: Waking | None = None
-        self._decision: float | None = None
-        self._pooled = False
-        self._schema = schema
-        self._statements = load(schema)
-        self._most_of_body = min(bounds.max_message_bytes, _LARGEST)
-        self._queues = {name: _Queue(Outstanding(bounds, f"postgres:{name}")) for name in names}
-        self._in_hand = RowsInHand()
-        self._taker = secrets.randbits(21) * _TOKENS  # where its tokens begin
-        self._asked: list[str] = []  # the queues of a take whose answer has not come
-        lanes = [fetching.at_once(bounds.wanted(f"postgres:{name}", 0), 0) for name in names]
-        self._listens = min([bounds.lanes, *lanes]) < FEW_LANES  # whatever others do
-        self._ready = set(names)
-        self._falling: dict[str, float] = {}  # when something of a queue falls due
-        self._fallen = set(names)  # of these something may be due that is in no queue yet
-        self._woken = asyncio.Event()
-        self.readable = False  # it has looked itself, and no look of others was held up since (L67)
-        self._stopped = False
-        self._taking = asyncio.Lock()
-        self._low_water = LowWater(self._raise_low_water)
-        self._transaction = asyncio.Lock()
-        self._next_look = 0.0
-        self._lost: str | None = None
-        self._visible: asyncio.Task[None] | None = None
-
-    @property
-    def queues(self) -> Sequence[str]:
-        """Their names, as a look asks for them."""
-        return [*self._queues, _CONTROL] if self._relay is None else [*self._queues, _CONTROL, _OUTBOX]
-
-    async def start(self, listener: Callable[[], Awaitable[_Answering]] | None, *, pooled: bool) -> None:
-        self._pooled = pooled
-        if pooled:
-            self._listens = True  # no lock belongs to it
-        else:
-            self._connection.prepare_threshold = 5
-        self._visible = asyncio.create_task(self._keep_visible())
-        if listener is not None:
-            self._waking = Waking(self._leads, listener, self._heard, self._missed)
-            await self._waking.start()
-
-    async def _leads(self) -> tuple[bool, int]:
-        if self._listens:
-            return True, 0
-        ((leads, others),) = await self._do("lead", {"queues": "\n".join(sorted([*self._apps, *self.queues]))})
-        return leads, others
-
-    async def fetch(self) -> Sequence[Delivery]:
-        self._raise_if_over()
-        self._woken.clear()
-        if not self._stopped:
-            await self._low_water.rise()
-            await self._look()
-            async with self._taking:
-                if rows := await self._take():
-                    return [self._delivery(*row) for row in sorted(rows)]
-        await self._pause()
-        self._raise_if_over()
-        return []
-
-    async def _look(self) -> None:
-        """At all queues, unless somebody has looked of late."""
-        clock = asyncio.get_running_loop().time
-        if clock() >= self._next_look:
-            found = await self._do("look_for_messages", {"queues": self.queues, "ahead": _AHEAD})
-            self.readable = True
-            self._seen(dict(found), next_look=_LOOK)
-        due = {name for name, at in self._falling.items() if at <= clock()}
-        self._ready |= due
-        self._fallen |= due
-        for name in due:
-            del self._falling[name]
-
-    async def _take(self) -> list[tuple[Any, ...]]:
-        sparing = self._waking is not None and self._waking.sparing
-        rooms = {name: self._queues[name].room(at_once=sparing) for name in self._ready}
-        rooms = {name: room for name, room in rooms.items() if room > 0}
-        if not rooms:
-            return []
-        if self._fallen:
-            await self._move_due()
-        self._ready -= rooms.keys()  # before the statement: what is announced from now on may not be seen by it
-        room = max(1, min(self._queues[name].outstanding.bytes_left for name in rooms))
-        limits = {"names": list(rooms), "limits": list(rooms.values()), "bytes": room, "most": self._most_of_body}
-        self._asked = list(rooms)
-        rows = await self._do("take", {**limits, "visibility": VISIBILITY, "taker": self._taker})
-        self._asked = []
-        if rows:
-            self._ready |= self._left_by(rows, rooms, room)
-        if rows and self._stopped:  # a drain began meanwhile
-            await self._do("give_back", handles((row[2], row[4]) for row in rows))
-            return []
-        return rows
-
-    def _left_by(self, rows: Sequence[tuple[Any, ...]], rooms: Mapping[str, int], room: int) -> set[str]:
-        """Queues that may have more. Who listens is told of what comes, so what was not filled is empty."""
-        told = self._waking is not None and self._waking.told
-        if not told or sum(len(row[7]) + len(row[8]) for row in rows) >= room:
-            return set(rooms)
-        taken = Counter(row[3] for row in rows)
-        return {name for name, most in rooms.items() if taken[name] >= most}
-
-    async def _move_due(self) -> None:
-        moved = await self._do("fall_due", {"names": list(self._fallen), "limit": _DUE_AT_ONCE})
-        if len(moved) < _DUE_AT_ONCE:
-            self._fallen.clear()
-        for (name,) in moved:
-            self._low_water.gone(("delayed", name), 1)
-        if moved:  # when the next one falls due is not known
-            self._next_look = min(self._next_look, asyncio.get_running_loop().time() + _SOON)
-
-    async def _pause(self) -> None:
-        """Until something may have changed, or for the next look."""
-        clock = asyncio.get_running_loop().time
-        until = clock() + _LOOK if self._stopped else min([self._next_look, *self._falling.values()])
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
-                await self._woken.wait()
-
-    def looked(self, found: Mapping[str, float]) -> None:
-        """Another look of this process has seen what `look_for_messages` says; it will look again."""
-        self._seen(found, next_look=2 * _LOOK)
-
-    def held_up(self) -> None:
-        """Another look of this process has waited in vain, perhaps for a lock on our tables."""
-        self.readable = False
-        self._next_look = 0.0
-        self._woken.set()
-
-    def _seen(self, found: Mapping[str, float], *, next_look: float) -> None:
-        now = asyncio.get_running_loop().time()
-        self._next_look = now + next_look
-        falling: Mapping[str, float] = {name: seconds for name, seconds in found.items() if name in self._queues}
-        if self._waking is not None:
-            falling = self._waking.saw(falling)
-        self._falling = {name: now + seconds for name, seconds in falling.items()}
-        if _OUTBOX in found and self._relay is not None:
-            self._relay("")
-        decision, self._decision = self._decision, found.get(_CONTROL, 0.0)
-        if decision is not None and decision != self._decision:
-            self._tell[_CONTROL]()
-        if any(at <= now for at in self._falling.values()):
-            self._woken.set()
-
-    def _heard(self, what: str) -> None:
-        if what in self._queues:
-            self._ready.add(what)
-            self._woken.set()
-        elif what in self._tell:
-            self._tell[what]()
-        elif what.startswith(_OUTBOX) and self._relay is not None:
-            self._relay(what.removeprefix(_OUTBOX))
-
-    def _missed(self) -> None:
-        """Notices: look at everything."""
-        self._ready.update(self._queues)
-        self._next_look = 0.0
-        self._woken.set()
-        for tell in self._tell.values():
-            tell()
-        if self._relay is not None:
-            self._relay("")
-
-    async def _raise_low_water(self, line: Line) -> int:
-        ((behind,),) = await self._do("raise_low_water", {"line": line[0], "name": line[1]})
-        return int(behind)
-
-    def _delivery(
-        self,
-        _: int,
-        behind: int,
-        number: int,
-        name: str,
-        delivery_token: int,
-        deliveries: int,
-        message_id: str | None,
-        body: bytes,
-        headers: bytes,
-        size: int,
-        sha256: bytes | None,
-    ) -> Delivery:
-        self._in_hand.took((number, delivery_token), name)
-        queue = self._queues[name]
-        self._low_water.gone(("queue", name), 1, behind)
-        message = Message(
-            source=f"postgres:{name}",
-            body=body,
-            headers=decode_headers(headers),
-            message_id=message_id,
-            position=f"{name}#{number}",
-            whole=None if sha256 is None else Whole(size, sha256),
-        )
-        queue.outstanding.arrived(number, message)
-        return Delivery(message, queue.epoch, handle=(number, delivery_token), suspect=deliveries > 1, count=deliveries)
-
-    async def settle(self, deliveries: Sequence[Delivery]) -> None:
-        await self._dismiss("finish", deliveries)
-
-    async def release(self, deliveries: Sequence[Delivery]) -> None:
-        await self._dismiss("give_back", deliveries)
-
-    async def _dismiss(self, query: str, deliveries: Sequence[Delivery]) -> None:
-        if rows := [delivery.handle for delivery in deliveries if not delivery.epoch.ended]:
-            with contextlib.suppress(SessionEnded):
-                await self._end_rows(query, rows)
-
-    async def _end_rows(self, query: str, rows: Sequence[Row]) -> None:
-        for number, name in self._in_hand.ends(query, rows):
-            self._queues[name].outstanding.left((number,))
-        self._woken.set()
-        await self._do(query, handles(rows))
-        self._in_hand.said(query, rows)
-
-    @property
-    def owed(self) -> list[tuple[str, dict[str, Any]]]:
-        """What it could not say any more of what it had taken, once it is over: queries, and their parameters."""
-        seen = self._in_hand.owed(lambda queue: self._queues[queue].epoch.at_rest)
-        unseen = {"names": self._asked, "taker": self._taker, "tokens": _TOKENS - 1, "front": _FRONT}
-        owed = [(query, handles(rows)) for query, rows in seen.items()]
-        return [*owed, ("give_back_unseen", unseen)] if self._asked else owed
-
-    async def pay(self, owed: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        """What a lost session owed: others have it at once (P8). Raises SessionEnded."""
-        for query, params in owed:
-            await self._do(query, params)
-
-    async def idle(self) -> bool:
-        """What is not due yet is not waited for."""
-        rows = await self._do("waiting", {"names": list(self._queues)})
-        return bool(rows[0][0] <= len(self._in_hand))
-
-    async def stop_fetching(self) -> Sequence[Delivery]:
-        self._stopped = True
-        self._woken.set()
-        return ()
-
-    async def close(self) -> None:
-        self._stopped = True
-        # What a take under way still brings would otherwise stay invisible until its deadline.
-        with contextlib.suppress(TimeoutError, SessionEnded):
-            async with asyncio.timeout(2), self._taking:
-                if self._in_hand and self._lost is None:
-                    await self._end_rows("let_go", self._in_hand.rows)
-        self._end("closed")
-        self._closed(self)
-        if self._visible is not None:
-            await end(self._visible)
-        if self._waking is not None:
-            await self._waking.close()
-        with contextlib.suppress(psycopg.Error, TimeoutError):
-            async with asyncio.timeout(2):
-                await self._connection.close()
-
-    # --------------------------------------------------------------------------------------------------- the connection
-    async def _do(self, query: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-        binary = query == "take"  # as text its bodies would take twice the room
-        try:
-            async with self._writing():
-                cursor = await self._connection.execute(self._statements[query], params, binary=binary)
-                return await cursor.fetchall() if cursor.description else []
-        except psycopg.Error as error:
-            self._end(error_text(misconfigured(error, self._schema) or error))
-            raise SessionEnded(f"{_sources(self._queues)}: {self._lost}") from error
-
-    async def ask(self, statement: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """See `PostgresBroker`. A lock that somebody holds costs what else is to be sent a few seconds."""
-        try:
-            async with self._writing():
-                cursor = await self._connection.execute(self._statements[statement], params)
-                return await cursor.fetchall() if cursor.description else []
-        except psycopg.Error as error:
-            raise StoreUnavailable(error_text(misconfigured(error, self._schema) or error)) from error
-
-    @contextlib.asynccontextmanager
-    async def _writing(self) -> AsyncIterator[None]:
-        """Behind a pooler the session is read-only but for transactions that say otherwise (R18)."""
-        if not self._pooled:
-            yield
-            return
-        async with self._transaction, self._connection.transaction():
-            yield
-
-    def _end(self, why: str) -> None:
-        self._lost = self._lost or why
-        for queue in self._queues.values():
-            queue.epoch.end()
-            queue.outstanding.clear()
-        self._woken.set()
-
-    def _raise_if_over(self) -> None:
-        if self._lost is not None:
-            raise SessionEnded(f"{_sources(self._queues)}: {self._lost}")
-
-    async def _keep_visible(self) -> None:
-        """Move the deadline of everything outstanding, three times per visibility timeout (P3)."""
-        times: dict[int, int] = {}
-        with contextlib.suppress(SessionEnded):
-            await asyncio.sleep(VISIBILITY / 3)
-            while True:
-                times = {number: times.get(number, 0) + 1 for number, _ in self._in_hand.rows}
-                if times:
-                    long = [number for number, moved in times.items() if moved % _LONG == 0]
-                    await self._do("extend", handles(self._in_hand.rows) | {"visibility": VISIBILITY, "long": long})
-                await asyncio.sleep(VISIBILITY / 3)
-
-
-def _nobody() -> None:
-    return
-
-
-def _sources(names: Iterable[str]) -> str:
-    return ", ".join(f"postgres:{name}" for name in names)

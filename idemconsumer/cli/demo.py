@@ -22,7 +22,8 @@ import psycopg
 from click import option
 from psycopg.conninfo import make_conninfo
 
-from idemconsumer.brokers.postgres import VISIBILITY, PostgresBroker
+from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.brokers.postgres_session import VISIBILITY
 from idemconsumer.cli.demo_app import LEDGER, PAUSE, QUEUE, Payment
 from idemconsumer.cli.options import as_json, count
 from idemconsumer.cli.verbs import Given, Output, verb

@@ -17,7 +17,7 @@ import time
 from pydantic import BaseModel, field_validator
 
 from idemconsumer import App, Message, Saga, Step, Tx
-from idemconsumer.brokers import postgres
+from idemconsumer.brokers import postgres_session
 from idemconsumer.brokers.sqs import client
 from idemconsumer.process.child import launch
 from idemconsumer.settings import load
@@ -112,7 +112,7 @@ if "POISON_SAGAS" in os.environ:
 def main() -> int:
     # The next worker has to wait until what a dead one held is visible again.
     client.LEAST_VISIBILITY = 3  # type: ignore[misc]
-    postgres.VISIBILITY = 3.0  # type: ignore[misc]
+    postgres_session.VISIBILITY = 3.0  # type: ignore[misc]
     return launch(lambda: app.worker(load(concurrency=4)), drain_timeout=20.0)
 
 

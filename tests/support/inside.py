@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from idemconsumer.app.inline import InlineRunner
     from idemconsumer.brokers.kafka.session import KafkaSession
     from idemconsumer.brokers.memory import MemoryBroker
-    from idemconsumer.brokers.postgres import PostgresBroker, PostgresSession
+    from idemconsumer.brokers.postgres import PostgresBroker
+    from idemconsumer.brokers.postgres_session import PostgresSession
     from idemconsumer.brokers.rabbitmq.session import RabbitmqSession
     from idemconsumer.brokers.sqs.session import SqsSession
     from idemconsumer.engine.company import Company

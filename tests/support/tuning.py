@@ -109,12 +109,12 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "reconcile_grace": at("http.lost._GRACE"),
     "closing_grace": at("http.opening._GRACE"),
     # the queue in Postgres
-    "queue_visibility": at("brokers.postgres.VISIBILITY"),
-    "queue_long_in_hand": at("brokers.postgres._LONG"),  # a number
+    "queue_visibility": at("brokers.postgres_session.VISIBILITY"),
+    "queue_long_in_hand": at("brokers.postgres_session._LONG"),  # a number
     "queue_few_listening": at("brokers.waking._FEW"),  # a number
     "queue_lead_pause": at("brokers.waking._FIRST", "brokers.waking._LEAD"),
     "queue_others_look_for": at("brokers.waking._ALL"),
-    "queue_look_pause": at("brokers.postgres._LOOK"),
+    "queue_look_pause": at("brokers.postgres_session._LOOK"),
     "listening_probe_pause": at("brokers.listening.PROBE"),
     # Kafka
     "kafka_poll": at("brokers.kafka.session.POLL"),

@@ -15,7 +15,7 @@ from aiokafka import AIOKafkaProducer
 from idemconsumer import App, Message, Retry, Saga, Tx
 from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail
 from idemconsumer.brokers.kafka.session import KafkaSession
-from idemconsumer.brokers.postgres import PostgresSession
+from idemconsumer.brokers.postgres_session import PostgresSession
 from idemconsumer.brokers.rabbitmq.session import RabbitmqSession
 from idemconsumer.brokers.sqs.session import SqsSession
 from idemconsumer.ports.broker import Delivery

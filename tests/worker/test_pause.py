@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import App, ConfigurationError, Saga, Tx
-from idemconsumer.brokers.postgres import PostgresSession
+from idemconsumer.brokers.postgres_session import PostgresSession
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.leases import Look
 from idemconsumer.stores.leases import PostgresLeases
