@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from idemconsumer.errors import BrokerUnavailable, SessionEnded, StoreUnavailable
@@ -30,10 +31,6 @@ _SOONEST: Final = 0.02
 _PATIENCE: Final = 1.0  # seconds after which what no idle process has taken gets the next free lane of a busy one
 _MOST_KEPT_OUT: Final = 60  # looks in a row
 _HELD_UP: Final = 2.0  # seconds after which a look at sagas and queues goes on without the queues (L67)
-
-
-def _nothing(keys: Collection[bytes]) -> None:
-    return
 
 
 class LanesOfSagas(Protocol):
@@ -64,30 +61,23 @@ class LanesOfSagas(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class DueSagas:
-    """See `ports.Broker`. A subscription's name is its handler, and its group the app, the same for all."""
+    """See `ports.Broker`. A subscription's name is its handler, and its group the app, the same for all. `cancel` is
+    told which sagas of this process are to be cancelled, and `beside` what its queues have."""
 
+    leases: LeaseStore
+    lanes: LanesOfSagas
+    cancel: Callable[[Collection[bytes]], None] = lambda keys: None
+    beside: Sequence[BesideSagas] = ()
     hands_over = False
-
-    def __init__(
-        self,
-        leases: LeaseStore,
-        lanes: LanesOfSagas,
-        cancel: Callable[[Collection[bytes]], None] = _nothing,
-        beside: Sequence[BesideSagas] = (),
-    ) -> None:
-        """`cancel` is told which sagas of this process are to be cancelled, and `beside` what its queues have."""
-        self._leases = leases
-        self._lanes = lanes
-        self._cancel = cancel
-        self._beside = beside
 
     def feed(self, subscription: Subscription) -> str:
         return SCHEME
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> DueSagasSession:
         handlers = [subscription.handler for subscription in subscriptions]
-        return DueSagasSession(self._leases, self._lanes, subscriptions[0].group, handlers, self._cancel, self._beside)
+        return DueSagasSession(self, subscriptions[0].group, handlers)
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         raise BrokerUnavailable("saga: is not a destination; start a saga with app.start")
@@ -113,19 +103,9 @@ class DueSagasSession:
 
     losses_count = False
 
-    def __init__(
-        self,
-        leases: LeaseStore,
-        lanes: LanesOfSagas,
-        app: str,
-        handlers: Sequence[str],
-        cancel: Callable[[Collection[bytes]], None] = _nothing,
-        beside: Sequence[BesideSagas] = (),
-    ) -> None:
-        self._leases = leases
-        self._lanes = lanes
-        self._cancel = cancel
-        self._beside = beside
+    def __init__(self, source: DueSagas, app: str, handlers: Sequence[str]) -> None:
+        self._leases, self._lanes, self._cancel = source.leases, source.lanes, source.cancel
+        self._beside = source.beside
         self._app = app
         self._handlers = handlers
         self._kept_out = 0

@@ -1,12 +1,15 @@
-"""What a session holds of one source, in messages and in bytes, and how many more it may take."""
+"""What a session holds of one source, in messages and in bytes, how many more it may take, and what is left there."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
 
 from idemconsumer.message.delivered import held_size
 from idemconsumer.message.message import Message
-from idemconsumer.ports.broker import Bounds
+from idemconsumer.ports.broker import Bounds, Lag
 from idemconsumer.rules import fetching
 
 
@@ -79,3 +82,24 @@ class Outstanding:
     def _add(self, size: int) -> None:
         self._bytes += size
         self._memory.held += size
+
+
+@dataclass(slots=True)
+class Backlog:
+    """For how long the oldest message that nobody has taken can have been there, without a look at it. Of a source that
+    gives its messages in order, as far as it does: what is left was sent after `newest`, the last one that was
+    delivered; and came after the last look at which nothing was left."""
+
+    newest: datetime | None = None
+    _empty_at: float | None = None
+
+    def lag(self, messages: int, *, part: bool = False) -> Lag:
+        """So many are left now. Seconds are by the clock of whoever sent the last one and by ours."""
+        now = time.time()
+        if not messages:
+            self._empty_at = now
+            return Lag(0, 0.0, part)
+        if self.newest is None:
+            return Lag(messages, None, part)
+        since = max(self.newest.timestamp(), self._empty_at or 0.0)
+        return Lag(messages, max(0.0, now - since), part)

@@ -1,14 +1,19 @@
-"""What no broker of its kind takes from anybody, whether it is published at once or in a transaction (X11)."""
+"""What is sent to brokers: what none of its kind takes from anybody, whether it is published at once or in a
+transaction (X11); and in which order where a broker may refuse one and take the next (X5)."""
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.message.queues import check_group
-from idemconsumer.ports.broker import Outgoing
+from idemconsumer.ports.broker import BEHIND, Outgoing, Unsent
+from idemconsumer.rules.outbox import waves
+
+Send = Callable[[Sequence[Outgoing]], Awaitable[Sequence[Unsent | None]]]
 
 _MOST_IN_AMQP: Final = {"key": 255, "header's name": 128}  # bytes; of a header's name the client sends no more
 _AROUND_RECORD: Final = 128  # bytes of a record of Kafka and its batch beside key, value and headers, generously
@@ -54,3 +59,21 @@ def record_bytes(message: Outgoing) -> int:
     parts = (message.record_key or message.key or "", *message.headers, *message.headers.values())
     size = sum(len(part if isinstance(part, bytes) else part.encode()) for part in parts)
     return len(message.body) + size + 10 * len(message.headers) + _AROUND_RECORD
+
+
+async def one_after_another(
+    messages: Sequence[Outgoing], orders: Sequence[str | None], send: Send, seconds: float
+) -> list[Unsent | None]:
+    """The answer to each. `send` gets no two messages of an order at once. What was not begun after `seconds` is
+    BEHIND, and so is all that follows one that was not confirmed."""
+    answers: list[Unsent | None] = [BEHIND] * len(messages)
+    clock = asyncio.get_running_loop().time
+    until, stopped = clock() + seconds, set[str | None]()
+    for wave in waves(orders):
+        if not (going := [index for index in wave if orders[index] not in stopped]) or clock() > until:
+            break
+        for index, answer in zip(going, await send([messages[index] for index in going]), strict=True):
+            answers[index] = answer
+            if answer is not None and orders[index] is not None:
+                stopped.add(orders[index])
+    return answers

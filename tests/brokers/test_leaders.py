@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from idemconsumer.brokers.kafka.batches import leaders_of
-from idemconsumer.brokers.kafka.leaders import Leaders
+from idemconsumer.brokers.kafka.low_water import Leaders
 from idemconsumer.brokers.kafka.start import Log, Start, start_at
 
 

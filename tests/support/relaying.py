@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from idemconsumer.brokers.one_after_another import one_after_another
+from idemconsumer.brokers.sendable import one_after_another
 from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.ports.broker import Outgoing, Unsent
 

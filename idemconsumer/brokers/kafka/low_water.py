@@ -1,9 +1,10 @@
-"""What may be committed for one partition: finished offsets in, the next commit out. Pure.
+"""What one reader has taken from its partition: up to where it may be committed, and which leaders wrote it. Pure.
 
-Theory: deliveries finish in any order; a commit is one number below which everything is done. So the number
-is the lowest *delivered* offset that is not finished (K2). Offsets have holes (transaction markers, compaction),
-hence "last finished + 1" is not enough once nothing is left (K3): then the number is the reader's position, which
-has stepped over the holes; otherwise a partition that ends in a marker shows lag for ever.
+Theory of the tracker: finished offsets in, the next commit out. Deliveries finish in any order; a commit is one number
+below which everything is done. So the number is the lowest *delivered* offset that is not finished (K2). Offsets have
+holes (transaction markers, compaction), hence "last finished + 1" is not enough once nothing is left (K3): then the
+number is the reader's position, which has stepped over the holes; otherwise a partition that ends in a marker shows lag
+for ever.
 
 A tracker lives as long as one assignment of its partition. After `end()` it refuses every mark and yields no
 commit: the broker accepts a commit of a former assignment, even one that moves the group backwards.
@@ -12,7 +13,7 @@ commit: the broker accepts a commit of a former assignment, even one that moves 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class Tracker:
@@ -91,3 +92,47 @@ class Tracker:
         self._ended = True
         self._order.clear()
         self._unfinished.clear()
+
+
+class Leaders:
+    """Under which leaders the records were written, of one partition during one assignment (K21). `before`: the epoch
+    of the leader that wrote what comes before the reader's first record, None if unknown."""
+
+    __slots__ = ("_proven", "_starts")
+
+    def __init__(self, before: int | None = None) -> None:
+        self._starts: list[tuple[int, int | None]] = [(-1, before)]
+        self._proven: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def of(self, position: int) -> int | None:
+        """The epoch of the last record before `position`; None if unknown."""
+        return next((leader for start, leader in reversed(self._starts) if start < position), None)
+
+    def follow(self, position: int, fetched: Sequence[tuple[int, int]]) -> bool:
+        """What was fetched at `position`: from which offset on which leader's epoch holds.
+
+        True when it is of the log that was read before: the same leader goes on in it, or `proven` has said so.
+        Otherwise nothing is noted. Within what was fetched at once the log goes on, whoever leads.
+        """
+        while self._starts and self._starts[-1][0] >= position:  # it was fetched before, and dropped
+            self._starts.pop()
+        before = self.of(position)
+        if before is not None and fetched and fetched[0][1] != before and self._proven != position:
+            return False
+        for start, leader in fetched:
+            if leader != before:
+                self._starts.append((max(start, position), leader))
+                before = leader
+        return True
+
+    def finished(self, position: int) -> None:
+        """Nobody asks `of` what is below any more."""
+        while len(self._starts) > 1 and self._starts[1][0] < position:
+            del self._starts[0]
+
+    def proven(self, position: int) -> None:
+        """The present log has all that was read before `position`."""
+        self._proven = position

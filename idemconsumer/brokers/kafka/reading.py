@@ -11,13 +11,11 @@ from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from idemconsumer.brokers.backlog import Backlog
 from idemconsumer.brokers.kafka.client import end_offsets, name_of, position_of
-from idemconsumer.brokers.kafka.leaders import Leaders
-from idemconsumer.brokers.kafka.low_water import Tracker
+from idemconsumer.brokers.kafka.low_water import Leaders, Tracker
 from idemconsumer.brokers.kafka.placing import Placing
 from idemconsumer.brokers.kafka.topics import Topics
-from idemconsumer.brokers.outstanding import Outstanding
+from idemconsumer.brokers.outstanding import Backlog, Outstanding
 from idemconsumer.errors import BadMessage
 from idemconsumer.message.message import Message
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Lag

@@ -15,11 +15,11 @@ from aiormq.abc import AbstractChannel as Wire
 from aiormq.abc import DeliveredMessage, FieldTable
 from aiormq.exceptions import ChannelNotFoundEntity, ChannelPreconditionFailed
 
-from idemconsumer.brokers.one_after_another import one_after_another
 from idemconsumer.brokers.rabbitmq.limits import limits, read_queue, time_to_live
 from idemconsumer.brokers.rabbitmq.link import LOSS, Link, answered, channel_beside, farewell, text_of
 from idemconsumer.brokers.rabbitmq.session import RabbitmqSession
 from idemconsumer.brokers.rabbitmq.tap import TappedConnection
+from idemconsumer.brokers.sendable import one_after_another
 from idemconsumer.errors import BadMessage, BrokerUnavailable, ConfigurationError
 from idemconsumer.message.message import Subscription
 from idemconsumer.message.replies import OUTCOME

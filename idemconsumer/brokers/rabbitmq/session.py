@@ -14,8 +14,7 @@ import msgspec
 from aio_pika.abc import AbstractChannel
 from aiormq.abc import AbstractChannel as Wire
 
-from idemconsumer.brokers.backlog import Backlog
-from idemconsumer.brokers.outstanding import Outstanding
+from idemconsumer.brokers.outstanding import Backlog, Outstanding
 from idemconsumer.brokers.rabbitmq.ack_tags import AckTags
 from idemconsumer.brokers.rabbitmq.arrivals import Arrival
 from idemconsumer.brokers.rabbitmq.consumers import Consumers

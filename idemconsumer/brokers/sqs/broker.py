@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Final
 
-from idemconsumer.brokers.one_after_another import one_after_another
+from idemconsumer.brokers.sendable import one_after_another
 from idemconsumer.brokers.sqs.client import GONE, LOSS, Client, Link, Queue, address_of, code_of, farewell, text_of
 from idemconsumer.brokers.sqs.limits import LONGEST, dead_letters, limits, max_receives, retention
 from idemconsumer.brokers.sqs.session import CONNECTIONS, SqsSession

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from idemconsumer.brokers.backlog import Backlog
-from idemconsumer.brokers.outstanding import Outstanding
+from idemconsumer.brokers.outstanding import Backlog, Outstanding
 from idemconsumer.brokers.sqs.client import READ_TIMEOUT, Client, Link, Queue, farewell, throttled
 from idemconsumer.brokers.sqs.in_hand import Held
 from idemconsumer.brokers.sqs.wire import BATCH, message_of, receives
