@@ -20,8 +20,7 @@ from typing import Any, Final, TypeAlias
 import psycopg
 
 from idemconsumer.brokers.outstanding import Outstanding
-from idemconsumer.brokers.queue_front import Line, LowWater
-from idemconsumer.brokers.rows_in_hand import Row, RowsInHand, handles
+from idemconsumer.brokers.queue_front import Line, LowWater, Row, RowsInHand, handles
 from idemconsumer.brokers.waking import FEW_LANES, Waking
 from idemconsumer.errors import SessionEnded, StoreUnavailable
 from idemconsumer.message.headers import decode_headers

@@ -17,53 +17,44 @@ from collections.abc import Iterable, Sequence
 
 
 class Tracker:
-    """One partition during one assignment. Offsets are delivered in ascending order, and finished in any."""
+    """One partition during one assignment. Offsets are delivered in ascending order, and finished in any. `highest`:
+    the highest delivered one, -1 before the first; `unfinished`: those that were delivered and are not finished."""
 
-    __slots__ = ("_committed", "_ended", "_highest", "_order", "_unfinished")
+    __slots__ = ("_committed", "_ended", "_order", "highest", "unfinished")
 
     def __init__(self) -> None:
         self._order: deque[int] = deque()
-        self._unfinished: set[int] = set()
-        self._highest = -1
+        self.unfinished: set[int] = set()
+        self.highest = -1
         self._committed: int | None = None
         self._ended = False
 
     @property
-    def highest(self) -> int:
-        """The highest delivered offset, -1 before the first."""
-        return self._highest
-
-    @property
     def outstanding(self) -> int:
         """How many deliveries are not finished; none once ended."""
-        return len(self._unfinished)
-
-    @property
-    def unfinished(self) -> Iterable[int]:
-        """The offsets that were delivered and are not finished, in any order."""
-        return self._unfinished
+        return len(self.unfinished)
 
     @property
     def span(self) -> int:
         """The offsets from the low-water mark to the end of what was delivered: what a crash can repeat."""
-        return self._highest + 1 - self._order[0] if self._order else 0
+        return self.highest + 1 - self._order[0] if self._order else 0
 
     def deliver(self, offsets: Iterable[int]) -> None:
         """Take note of deliveries. ValueError when an offset is not above all former ones."""
         for offset in offsets:
-            if offset <= self._highest:
-                raise ValueError(f"offset {offset} was delivered after {self._highest}; begin a new tracker")
-            self._highest = offset
+            if offset <= self.highest:
+                raise ValueError(f"offset {offset} was delivered after {self.highest}; begin a new tracker")
+            self.highest = offset
             if not self._ended:
                 self._order.append(offset)
-                self._unfinished.add(offset)
+                self.unfinished.add(offset)
 
     def finish(self, offset: int) -> bool:
         """Mark one delivery. False when refused: the assignment is over, or it is not outstanding."""
-        if offset not in self._unfinished:
+        if offset not in self.unfinished:
             return False
-        self._unfinished.remove(offset)
-        while self._order and self._order[0] not in self._unfinished:
+        self.unfinished.remove(offset)
+        while self._order and self._order[0] not in self.unfinished:
             self._order.popleft()
         return True
 
@@ -74,9 +65,9 @@ class Tracker:
         """
         if self._order:
             return self._order[0]
-        if self._highest < 0:
+        if self.highest < 0:
             return position
-        return self._highest + 1 if position is None else max(position, self._highest + 1)
+        return self.highest + 1 if position is None else max(position, self.highest + 1)
 
     def due(self, position: int | None) -> int | None:
         """The offset to commit now. None when it would change nothing, or the assignment has ended."""
@@ -91,7 +82,7 @@ class Tracker:
         """The assignment is over: nothing is outstanding, and nothing will be marked or committed."""
         self._ended = True
         self._order.clear()
-        self._unfinished.clear()
+        self.unfinished.clear()
 
 
 class Leaders:

@@ -33,13 +33,12 @@ from aiokafka.errors import (
 
 from idemconsumer.brokers.kafka.client import end_offsets, name_of, position_of, stop, words
 from idemconsumer.brokers.kafka.diagnosis import refusal
-from idemconsumer.brokers.kafka.faults import Fetched, watch
 from idemconsumer.brokers.kafka.health import Health
 from idemconsumer.brokers.kafka.membership import Seat, watch_membership
 from idemconsumer.brokers.kafka.placing import Placing
 from idemconsumer.brokers.kafka.reading import Partition, Reading
 from idemconsumer.brokers.kafka.topics import Topics
-from idemconsumer.brokers.kafka.unreadable import Unreadable
+from idemconsumer.brokers.kafka.unreadable import Fetched, Unreadable, watch
 from idemconsumer.channel import CHANNEL
 from idemconsumer.errors import Replaced, SessionEnded, StoreUnavailable
 from idemconsumer.logs import log

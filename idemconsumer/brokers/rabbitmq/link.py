@@ -17,7 +17,7 @@ from aio_pika.exceptions import CONNECTION_EXCEPTIONS
 from aiormq.abc import AbstractChannel as Wire
 
 from idemconsumer.addresses import is_local, rabbitmq_parameters, rabbitmq_urls
-from idemconsumer.brokers.rabbitmq.decoding import read_everything
+from idemconsumer.brokers.rabbitmq.arrivals import read_everything
 from idemconsumer.brokers.reaching import silence, speaks_tls, tls_of, unreached
 from idemconsumer.certificates import RenewedContext, expired
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError

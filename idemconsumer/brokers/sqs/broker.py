@@ -10,8 +10,22 @@ from itertools import islice
 from typing import Any, Final
 
 from idemconsumer.brokers.sendable import one_after_another
-from idemconsumer.brokers.sqs.client import GONE, LOSS, Client, Link, Queue, address_of, code_of, farewell, text_of
-from idemconsumer.brokers.sqs.limits import LONGEST, dead_letters, limits, max_receives, retention
+from idemconsumer.brokers.sqs.client import (
+    GONE,
+    LONGEST,
+    LOSS,
+    Client,
+    Link,
+    Queue,
+    address_of,
+    code_of,
+    dead_letters,
+    farewell,
+    limits,
+    max_receives,
+    retention,
+    text_of,
+)
 from idemconsumer.brokers.sqs.session import CONNECTIONS, SqsSession
 from idemconsumer.brokers.sqs.wire import Entry, entry_of, requests
 from idemconsumer.errors import BadMessage, BrokerUnavailable, ConfigurationError
