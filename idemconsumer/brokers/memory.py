@@ -112,13 +112,7 @@ class MemorySession:
             position=f"{self._name}#{number}",
         )
         self._held.arrived(number, taken)
-        return Delivery(
-            taken,
-            self._epoch,
-            handle=number,
-            suspect=before > 0,
-            count=before + 1,
-        )
+        return Delivery(taken, self._epoch, handle=number, suspect=before > 0, count=before + 1)
 
     async def settle(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:

@@ -11,6 +11,7 @@ from typing import Final
 
 from idemconsumer.certificates import RenewedContext
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.redaction import error_text
 
 ANSWER: Final = 3.0  # seconds for each answer; a healthy server needs milliseconds
 
@@ -43,6 +44,11 @@ def tls_of(
         return context
 
     return RenewedContext(make, (ca, cert, key))
+
+
+def text_of(error: BaseException | None) -> str:
+    """The text of an error, or its name where it has none."""
+    return (error and error_text(error)) or type(error).__name__
 
 
 def unreached(error: BaseException, at: str, setting: str, authority: str) -> str | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
@@ -14,29 +14,22 @@ from idemconsumer.brokers.kafka.client import ALLOW_READ, create_command, end_of
 from idemconsumer.brokers.kafka.diagnosis import has_expired, unusable
 from idemconsumer.brokers.kafka.topics import Topics
 
+T = TypeVar("T", str, TopicPartition)
+
 GIVE_UP = 60.0  # seconds without an answer: longer than a group remembers a silent member
 
 
 class Health:
     """Broker down, topic missing, fetch stalled: each is logged once when it begins and once when it is over."""
 
-    def __init__(
-        self,
-        consumer: AIOKafkaConsumer,
-        topics: Topics,
-        log: Any,
-        connection: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, consumer: AIOKafkaConsumer, topics: Topics, log: Any, connection: Mapping[str, Any]) -> None:
         self._consumer = consumer
         self._topics = topics
         self._servers = connection["bootstrap_servers"]
         self._log = log
         self._connection = connection
         self._down_since: float | None = None
-        self._missing: frozenset[str] = frozenset()
-        self._unmatched: frozenset[str] = frozenset()
-        self._contested: frozenset[str] = frozenset()
-        self._stalled: frozenset[TopicPartition] = frozenset()
+        self._said: dict[str, Collection[Any]] = {}  # what is wrong now, by what is wrong with it
         self._positions: Mapping[TopicPartition, int] = {}
         self._empty_polls: set[str] = set()
 
@@ -52,28 +45,31 @@ class Health:
     def existing(self, topics: Iterable[str]) -> None:
         """These topics exist now."""
         topics = frozenset(topics)
-        missing = self._topics.names - topics
-        for topic in sorted(missing - self._missing):
+        begun, over = self._changed("missing", self._topics.names - topics)
+        for topic in begun:
             instead = f"{create_command(self._servers, topic)}; if it is there, {ALLOW_READ}"
             self._log.warning("kafka topic missing", topic=topic, instead=instead)
-        for topic in sorted(self._missing - missing):
+        for topic in over:
             self._log.info("kafka topic found", topic=topic)
-        self._missing = missing
-        unmatched = frozenset(self._topics.unmatched(topics))
-        for source in sorted(unmatched - self._unmatched):
+        begun, over = self._changed("unmatched", self._topics.unmatched(topics))
+        for source in begun:
             self._log.warning("kafka pattern matches no topic", source=source)
-        for source in sorted(self._unmatched - unmatched):
+        for source in over:
             self._log.info("kafka pattern matches a topic", source=source)
-        self._unmatched = unmatched
         contested = self._topics.contested(topics)
-        for topic in sorted(contested.keys() - self._contested):
+        begun, _ = self._changed("contested", contested)
+        for topic in begun:
             self._log.error(
                 "kafka topic matches two handlers, neither reads it",
                 topic=topic,
                 sources=contested[topic],
                 instead='narrow one of the patterns, or give one handler a consumer_group="…" of its own',
             )
-        self._contested = frozenset(contested)
+
+    def _changed(self, what: str, now: Collection[T]) -> tuple[list[T], list[T]]:
+        """Of which it is wrong since they were last looked at, and of which no more."""
+        said, self._said[what] = self._said.get(what, ()), now
+        return sorted(set(now) - set(said)), sorted(set(said) - set(now))
 
     async def probe(self) -> str | None:
         """Why the session should end; None as long as it may go on."""
@@ -130,10 +126,10 @@ class Health:
             if position < ends[at] and position == self._positions.get(at) and at not in paused
         )
         polled = {at for at in stalled if self._topics.source_of(at.topic) in self._empty_polls}
-        stalled &= polled | self._stalled
+        begun, over = self._changed("stalled", stalled & (polled | set(self._said.get("stalled", ()))))
         self._empty_polls.clear()
         self._positions = positions
-        for at in sorted(stalled - self._stalled):
+        for at in begun:
             self._log.warning(
                 "kafka fetch stalled",
                 partition=name_of(at),
@@ -141,6 +137,5 @@ class Health:
                 end=ends[at],
                 instead="look at the partition's leader and replicas, and at this client's read permission",
             )
-        for at in sorted(self._stalled - stalled):
+        for at in over:
             self._log.info("kafka fetch resumed", partition=name_of(at))
-        self._stalled = stalled

@@ -77,13 +77,7 @@ class Placing:
     believed."""
 
     def __init__(
-        self,
-        consumer: AIOKafkaConsumer,
-        group: str,
-        *,
-        reset: str,
-        positions: Positions | None,
-        log: Any,
+        self, consumer: AIOKafkaConsumer, group: str, *, reset: str, positions: Positions | None, log: Any
     ) -> None:
         self._consumer = consumer
         self._group = group

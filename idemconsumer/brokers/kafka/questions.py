@@ -20,12 +20,7 @@ from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource
 from aiokafka.client import AIOKafkaClient
-from aiokafka.errors import (
-    IncompatibleBrokerVersion,
-    LeaderNotAvailableError,
-    TopicAuthorizationFailedError,
-    for_code,
-)
+from aiokafka.errors import IncompatibleBrokerVersion, LeaderNotAvailableError, TopicAuthorizationFailedError, for_code
 from aiokafka.protocol.abstract import AbstractType
 from aiokafka.protocol.admin import DescribeGroupsRequest_v3, DescribeGroupsResponse_v3
 from aiokafka.protocol.api import Request, RequestStruct, Response

@@ -86,10 +86,7 @@ class GroupOffsets:
             raise self._has_members() from error
 
     async def _offsets(
-        self,
-        to: str | int | datetime,
-        starts: Mapping[TopicPartition, int],
-        ends: Mapping[TopicPartition, int],
+        self, to: str | int | datetime, starts: Mapping[TopicPartition, int], ends: Mapping[TopicPartition, int]
     ) -> Mapping[TopicPartition, int]:
         if isinstance(to, int):
             return dict.fromkeys(starts, to)

@@ -24,12 +24,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.abc import ConsumerRebalanceListener
-from aiokafka.errors import (
-    KafkaError,
-    NoOffsetForPartitionError,
-    OffsetOutOfRangeError,
-    TopicAuthorizationFailedError,
-)
+from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError, TopicAuthorizationFailedError
 
 from idemconsumer.brokers.kafka.client import end_offsets, name_of, position_of, stop, words
 from idemconsumer.brokers.kafka.diagnosis import refusal

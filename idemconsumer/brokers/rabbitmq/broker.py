@@ -16,9 +16,10 @@ from aiormq.abc import DeliveredMessage, FieldTable
 from aiormq.exceptions import ChannelNotFoundEntity, ChannelPreconditionFailed
 
 from idemconsumer.brokers.rabbitmq.limits import limits, read_queue, time_to_live
-from idemconsumer.brokers.rabbitmq.link import LOSS, Link, answered, channel_beside, farewell, text_of
+from idemconsumer.brokers.rabbitmq.link import LOSS, Link, answered, channel_beside, farewell
 from idemconsumer.brokers.rabbitmq.session import RabbitmqSession
 from idemconsumer.brokers.rabbitmq.tap import TappedConnection
+from idemconsumer.brokers.reaching import text_of
 from idemconsumer.brokers.sendable import one_after_another
 from idemconsumer.errors import BadMessage, BrokerUnavailable, ConfigurationError
 from idemconsumer.message.message import Subscription

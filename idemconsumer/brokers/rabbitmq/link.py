@@ -18,10 +18,9 @@ from aiormq.abc import AbstractChannel as Wire
 
 from idemconsumer.addresses import is_local, rabbitmq_parameters, rabbitmq_urls
 from idemconsumer.brokers.rabbitmq.arrivals import read_everything
-from idemconsumer.brokers.reaching import silence, speaks_tls, tls_of, unreached
+from idemconsumer.brokers.reaching import silence, speaks_tls, text_of, tls_of, unreached
 from idemconsumer.certificates import RenewedContext, expired
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
-from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings
 from idemconsumer.user_code.cancellation import being_cancelled
 
@@ -152,11 +151,6 @@ class Link:
             f"RabbitMQ at {self.where}: exchange {exchange!r} in vhost {self.vhost!r} does not exist, or routes "
             f"{key!r} to no queue; bind one, or write rabbitmq:/{queue_like} for the queue {queue_like!r}"
         )
-
-
-def text_of(error: BaseException | None) -> str:
-    """The text of an error, or its name where it has none."""
-    return (error and error_text(error)) or type(error).__name__
 
 
 async def answered(answer: Awaitable[T], within: float = ANSWER) -> T:

@@ -19,8 +19,9 @@ from idemconsumer.brokers.rabbitmq.ack_tags import AckTags
 from idemconsumer.brokers.rabbitmq.arrivals import Arrival
 from idemconsumer.brokers.rabbitmq.consumers import Consumers
 from idemconsumer.brokers.rabbitmq.limits import TAKE_OVER_AFTER
-from idemconsumer.brokers.rabbitmq.link import FAREWELL, LOSS, Link, answered, channel_beside, farewell, text_of
+from idemconsumer.brokers.rabbitmq.link import FAREWELL, LOSS, Link, answered, channel_beside, farewell
 from idemconsumer.brokers.rabbitmq.tap import TappedConnection
+from idemconsumer.brokers.reaching import text_of
 from idemconsumer.errors import SessionEnded
 from idemconsumer.message.message import PROPERTIES, Message
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Lag

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Final
 
+from idemconsumer.brokers.reaching import text_of
 from idemconsumer.brokers.sendable import one_after_another
 from idemconsumer.brokers.sqs.client import (
     GONE,
@@ -24,7 +25,6 @@ from idemconsumer.brokers.sqs.client import (
     limits,
     max_receives,
     retention,
-    text_of,
 )
 from idemconsumer.brokers.sqs.session import CONNECTIONS, SqsSession
 from idemconsumer.brokers.sqs.wire import Entry, entry_of, requests

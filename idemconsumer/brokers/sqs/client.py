@@ -15,7 +15,7 @@ from aiobotocore.session import get_session
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError, NoRegionError
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from idemconsumer.brokers.reaching import silence, unreached
+from idemconsumer.brokers.reaching import silence, text_of, unreached
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.message.queues import QueueAddress, queue_address
 from idemconsumer.ports.broker import Finding
@@ -221,11 +221,6 @@ def address_of(name: str) -> QueueAddress:
     if (address := queue_address(name)) is None:
         raise ConfigurationError(f"sqs:{name} is neither the name of a queue, nor its ARN, nor its URL")
     return address
-
-
-def text_of(error: Exception) -> str:
-    """The text of an error, or its name where it has none."""
-    return error_text(error) or type(error).__name__
 
 
 def code_of(error: Exception) -> str:
