@@ -61,7 +61,7 @@ class LanesOfSagas(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DueSagas:
     """See `ports.Broker`. A subscription's name is its handler, and its group the app, the same for all. `cancel` is
     told which sagas of this process are to be cancelled, and `beside` what its queues have."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
-from typing import Final
+from typing import Any
 
 from idemconsumer.brokers.outstanding import Outstanding
 from idemconsumer.errors import SessionEnded
@@ -14,13 +15,17 @@ from idemconsumer.message.message import Message, Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
 from idemconsumer.settings import Settings
 
-_IDLE_SECONDS: Final = 0.2
 
+class MemoryQueue:
+    """What waits for one consumer, or for those that share it."""
 
-class _Queue:
     def __init__(self) -> None:
-        self.waiting: deque[tuple[int, int, Outgoing]] = deque()  # number, deliveries so far, message
+        self.waiting: deque[tuple[int, int, Any]] = deque()  # number, deliveries so far, message
         self.arrived = asyncio.Event()
+
+    def put(self, number: int, message: object, before: int = 0) -> None:
+        self.waiting.append((number, before, message))
+        self.arrived.set()
 
 
 class MemoryBroker:
@@ -29,12 +34,12 @@ class MemoryBroker:
     hands_over = False
 
     def __init__(self, settings: Settings | None = None) -> None:
-        self._queues: dict[str, _Queue] = {}
+        self._queues: dict[str, MemoryQueue] = {}
         self._numbers = count(1)
         self._delayed: list[asyncio.TimerHandle] = []
 
-    def _queue(self, name: str) -> _Queue:
-        return self._queues.setdefault(name, _Queue())
+    def _queue(self, name: str) -> MemoryQueue:
+        return self._queues.setdefault(name, MemoryQueue())
 
     def feed(self, subscription: Subscription) -> str:
         return subscription.source
@@ -52,9 +57,7 @@ class MemoryBroker:
                 self._arrive(name, message)
 
     def _arrive(self, name: str, message: Outgoing) -> None:
-        queue = self._queue(name)
-        queue.waiting.append((next(self._numbers), 0, message))
-        queue.arrived.set()
+        self._queue(name).put(next(self._numbers), message)
 
     async def check_destination(self, name: str) -> None:
         return
@@ -69,50 +72,57 @@ class MemoryBroker:
 
 
 class MemorySession:
-    losses_count = False
+    """See `ports.Session`. The brokers of the kit that users test with have it too."""
 
-    def __init__(self, name: str, queue: _Queue, bounds: Bounds) -> None:
+    losses_count = False
+    longest = 0.2  # seconds of an empty fetch
+
+    def __init__(self, name: str, queue: MemoryQueue, bounds: Bounds, scheme: str = "memory") -> None:
         self._name = name
+        self._source = f"{scheme}:{name}"
         self._queue = queue
         self._epoch = Epoch()
-        self._held = Outstanding(bounds, f"memory:{name}")
-        self._outstanding: dict[int, tuple[int, Outgoing]] = {}
+        self._held = Outstanding(bounds, self._source)
+        self._outstanding: dict[int, tuple[int, Any]] = {}
         self._stopped = False
 
     async def fetch(self) -> Sequence[Delivery]:
-        if self._epoch.ended:
-            raise SessionEnded(f"memory:{self._name} was closed")
-        if self._stopped or self._free() <= 0 or not self._queue.waiting:
+        self._raise_if_over()
+        if not (taken := self._take_all()):
             self._queue.arrived.clear()
-            try:
-                async with asyncio.timeout(_IDLE_SECONDS):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.longest):
                     await self._queue.arrived.wait()
-            except TimeoutError:
-                pass
-            if self._epoch.ended:
-                raise SessionEnded(f"memory:{self._name} was closed")
-            if self._stopped:
-                return []
-        taken: list[Delivery] = []
-        while self._queue.waiting and self._free() > 0:
-            taken.append(self._take())
+            self._raise_if_over()
+            taken = self._take_all()
         return taken
 
-    def _free(self) -> int:
-        return self._held.may_take(self._epoch.waiting)
+    def _raise_if_over(self) -> None:
+        if self._epoch.ended:
+            raise SessionEnded(f"{self._source} was closed")
+
+    def _take_all(self) -> list[Delivery]:
+        taken: list[Delivery] = []
+        while not self._stopped and self._queue.waiting and self._held.may_take(self._epoch.waiting) > 0:
+            taken.append(self._take())
+        return taken
 
     def _take(self) -> Delivery:
         number, before, message = self._queue.waiting.popleft()
         self._outstanding[number] = (before, message)
-        taken = Message(
-            source=f"memory:{self._name}",
-            body=message.body,
-            headers=message.headers,
-            message_id=message.key,
+        delivery = self._delivery(number, before, message)
+        self._held.arrived(number, delivery.message)
+        return delivery
+
+    def _delivery(self, number: int, before: int, sent: Any) -> Delivery:
+        message = Message(
+            source=self._source,
+            body=sent.body,
+            headers=sent.headers,
+            message_id=sent.key,
             position=f"{self._name}#{number}",
         )
-        self._held.arrived(number, taken)
-        return Delivery(taken, self._epoch, handle=number, suspect=before > 0, count=before + 1)
+        return Delivery(message, self._epoch, handle=number, suspect=before > 0, count=before + 1)
 
     async def settle(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:
@@ -134,6 +144,7 @@ class MemorySession:
 
     async def stop_fetching(self) -> Sequence[Delivery]:
         self._stopped = True
+        self._queue.arrived.set()
         return ()
 
     async def close(self) -> None:

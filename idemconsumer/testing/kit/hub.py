@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from itertools import count
@@ -13,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from idemconsumer.brokers.memory import MemoryQueue
 from idemconsumer.brokers.sendable import check_sendable
 from idemconsumer.message.message import NO_PROPERTIES, Message, Subscription
 from idemconsumer.message.sources import consumes
@@ -36,27 +36,6 @@ class Published(msgspec.Struct, frozen=True):
         return msgspec.json.decode(self.body)
 
 
-@dataclass(slots=True)
-class Copy:
-    """A message on its way to one consumer. `before`: how often it was delivered."""
-
-    message: Message
-    before: int = 0
-
-
-@dataclass(slots=True)
-class Queue:
-    """What waits for one consumer, or for those that share it; and what they have in hand."""
-
-    waiting: deque[Copy] = field(default_factory=deque)
-    in_hand: int = 0
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def put(self, copy: Copy) -> None:
-        self.waiting.append(copy)
-        self.arrived.set()
-
-
 class Hub:
     """All queues of a kit. A topic of Kafka keeps what was sent, and each consumer group reads it from the beginning;
     of any other queue each message goes to one consumer."""
@@ -64,21 +43,22 @@ class Hub:
     def __init__(self) -> None:
         self.published: list[Published] = []
         self._numbers = count(1)
-        self._queues: dict[str, Queue] = {}
+        self._copies = count(1)
+        self._queues: dict[str, MemoryQueue] = {}
         self._topics: defaultdict[str, list[Message]] = defaultdict(list)
-        self._groups: dict[tuple[str, str], Queue] = {}  # by group and what it subscribes to, perhaps a pattern
+        self._groups: dict[tuple[str, str], MemoryQueue] = {}  # by group and what it subscribes to, perhaps a pattern
         self._delayed: dict[asyncio.TimerHandle, None] = {}
 
-    def queue(self, subscription: Subscription) -> Queue:
+    def queue(self, subscription: Subscription) -> MemoryQueue:
         """Where a consumer reads."""
         source = subscription.source
         if subscription.scheme != "kafka":
-            return self._queues.setdefault(source, Queue())
+            return self._queues.setdefault(source, MemoryQueue())
         if (queue := self._groups.get((subscription.group, source))) is None:
-            queue = self._groups[subscription.group, source] = Queue()
+            queue = self._groups[subscription.group, source] = MemoryQueue()
             for topic, messages in list(self._topics.items()):
-                if consumes(source, topic):
-                    queue.waiting.extend(map(Copy, messages))
+                for message in messages if consumes(source, topic) else ():
+                    queue.put(next(self._copies), message)
         return queue
 
     def publish(self, scheme: str, name: str, messages: Sequence[Outgoing]) -> None:
@@ -123,13 +103,13 @@ class Hub:
     def arrive(self, message: Message, *, before: int = 0) -> None:
         """It is there for whoever consumes it. `before`: how often it was delivered, in a redelivery."""
         if not message.source.startswith("kafka:"):
-            self._queues.setdefault(message.source, Queue()).put(Copy(message, before))
+            self._queues.setdefault(message.source, MemoryQueue()).put(next(self._copies), message, before)
             return
         if not before:
             self._topics[message.source].append(message)
         for (_, source), queue in self._groups.items():
             if consumes(source, message.source):
-                queue.put(Copy(message, before))
+                queue.put(next(self._copies), message, before)
 
     @property
     def delayed(self) -> list[float]:
