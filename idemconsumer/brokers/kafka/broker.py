@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from aiokafka import AIOKafkaConsumer
-from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer.addresses import is_local, kafka_hosts
 from idemconsumer.brokers.kafka import decompression
@@ -20,7 +18,7 @@ from idemconsumer.brokers.kafka.checking import (
     subscription_findings,
     topics_of,
 )
-from idemconsumer.brokers.kafka.client import LOSS, stop
+from idemconsumer.brokers.kafka.client import LOSS, admin_client, stop
 from idemconsumer.brokers.kafka.connection import connection_options
 from idemconsumer.brokers.kafka.diagnosis import unavailable
 from idemconsumer.brokers.kafka.membership import Seat
@@ -64,7 +62,7 @@ class KafkaBroker:
         self._connection = connection_options(settings)
         plain = not self._connection["security_protocol"].endswith("SSL")
         self._exposed = plain and not all(map(is_local, kafka_hosts(settings.kafka)))
-        self._publisher = Publisher(self._connection, largest_record(settings.max_message_bytes), self._admin)
+        self._publisher = Publisher(self._connection, largest_record(settings.max_message_bytes))
         self._positions: Positions | None = None
         self._seats: dict[str, Seat] = {}
         silence("aiokafka")
@@ -138,7 +136,7 @@ class KafkaBroker:
     async def check_destination(self, name: str) -> None:
         """Whether the topic exists; not whether this user may write to it."""
         try:
-            async with asyncio.timeout(CHECK_TIMEOUT), self._admin() as admin:
+            async with asyncio.timeout(CHECK_TIMEOUT), admin_client(self._connection) as admin:
                 if not await partitions_of(admin, name):
                     raise BrokerUnavailable(missing_text(self._servers, [name]))
         except LOSS as error:
@@ -152,7 +150,7 @@ class KafkaBroker:
             text = f"Kafka at {self._servers} is reached over a network without TLS; {instead}"
             found.append(Finding("warning", subject, text))
         try:
-            async with asyncio.timeout(CHECK_TIMEOUT), self._admin() as admin:
+            async with asyncio.timeout(CHECK_TIMEOUT), admin_client(self._connection) as admin:
                 found += await subscription_findings(self._connection, admin, subscription, self._settings)
         except LOSS as error:
             return [*found, Finding("error", subject, str(await unavailable(self._connection, error)))]
@@ -163,7 +161,7 @@ class KafkaBroker:
         if all(not is_pattern(each.source) for each in subscriptions):
             return []
         try:
-            async with asyncio.timeout(CHECK_TIMEOUT), self._admin() as admin:
+            async with asyncio.timeout(CHECK_TIMEOUT), admin_client(self._connection) as admin:
                 return await contested_findings(admin, subscriptions)
         except LOSS:
             return []
@@ -171,7 +169,7 @@ class KafkaBroker:
     async def retention_seconds(self, subscription: Subscription) -> float | None:
         """How long the topics keep a message, and so can redeliver it; `inf`: for ever, None: unknown."""
         try:
-            async with asyncio.timeout(CHECK_TIMEOUT), self._admin() as admin:
+            async with asyncio.timeout(CHECK_TIMEOUT), admin_client(self._connection) as admin:
                 kept = [await retention_of(admin, topic) for topic in await topics_of(admin, subscription)]
         except LOSS:
             return None
@@ -179,15 +177,6 @@ class KafkaBroker:
 
     async def close(self) -> None:
         await self._publisher.close()
-
-    @contextlib.asynccontextmanager
-    async def _admin(self) -> AsyncIterator[AIOKafkaAdminClient]:
-        admin = AIOKafkaAdminClient(**self._connection)
-        try:
-            await admin.start()
-            yield admin
-        finally:
-            await admin.close()
 
 
 def _instance(name: str | None) -> str | None:

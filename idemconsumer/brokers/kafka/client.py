@@ -1,12 +1,14 @@
-"""Calls to an aiokafka consumer besides fetching and committing, each bounded in time."""
+"""Calls to aiokafka besides fetching and committing, those to a consumer each bounded in time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.group import LeaveGroupRequest
@@ -20,6 +22,17 @@ LOSS: Final = (TimeoutError, KafkaError, OSError)  # what the client raises for 
 ALLOW_READ: Final = "allow this user to READ and DESCRIBE the topic (kafka-acls.sh)"
 PROBE_TIMEOUT = 5.0
 STOP_TIMEOUT = 5.0
+
+
+@asynccontextmanager
+async def admin_client(connection: Mapping[str, Any]) -> AsyncIterator[AIOKafkaAdminClient]:
+    """For questions, and for what no member does. Closed also where it could not start. LOSS."""
+    admin = AIOKafkaAdminClient(**connection)
+    try:
+        await admin.start()
+        yield admin
+    finally:
+        await admin.close()
 
 
 async def end_offsets(consumer: AIOKafkaConsumer, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from aiokafka import AIOKafkaConsumer
-from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.client import ConnectionGroup
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.errors import KafkaError
@@ -23,7 +22,7 @@ from aiokafka.protocol.admin import DescribeGroupsRequest
 from aiokafka.protocol.group import LeaveGroupRequest
 
 from idemconsumer.brokers.kafka import client as kafka_client
-from idemconsumer.brokers.kafka.client import words
+from idemconsumer.brokers.kafka.client import LOSS, admin_client, words
 from idemconsumer.brokers.kafka.connection import connection_options
 from idemconsumer.errors import BrokerUnavailable, Replaced
 from idemconsumer.settings import Settings
@@ -106,15 +105,12 @@ async def leave(settings: Settings, memberships: Mapping[str, str]) -> None:
 
     Only for members that have ended: one that lives would be refused whatever it commits. Raises BrokerUnavailable.
     """
-    admin = AIOKafkaAdminClient(**connection_options(settings))
     try:
-        await admin.start()
-        for group, member in memberships.items():
-            coordinator = await admin.find_coordinator(group)
-            await admin._send_request(LeaveGroupRequest(group, member), coordinator)
-    except (KafkaError, OSError, TimeoutError) as error:
+        async with admin_client(connection_options(settings)) as admin:
+            for group, member in memberships.items():
+                coordinator = await admin.find_coordinator(group)
+                await admin._send_request(LeaveGroupRequest(group, member), coordinator)
+    except LOSS as error:
         raise BrokerUnavailable(
             f"Kafka at {settings.kafka}: could not leave a dead worker's groups: {words(error)}"
         ) from error
-    finally:
-        await admin.close()

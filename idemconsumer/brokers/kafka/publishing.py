@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError, TopicAuthorizationFailedError
 
 from idemconsumer.brokers.kafka.checking import missing_text, partitions_of
-from idemconsumer.brokers.kafka.client import LOSS
+from idemconsumer.brokers.kafka.client import LOSS, admin_client
 from idemconsumer.brokers.kafka.diagnosis import answered, unavailable
 from idemconsumer.brokers.kafka.relaying import Relaying, as_bytes, headers_of, key_of
 from idemconsumer.errors import BadMessage, BrokerUnavailable
@@ -36,18 +34,12 @@ _SPREAD = 1.0  # seconds after which each broker of a cluster knows of a topic t
 
 
 class Publisher:
-    """`admin` opens a client for questions about topics. No record is larger than `most_bytes`."""
+    """No record that it sends is larger than `most_bytes`."""
 
-    def __init__(
-        self,
-        connection: dict[str, Any],
-        most_bytes: int,
-        admin: Callable[[], AbstractAsyncContextManager[AIOKafkaAdminClient]],
-    ) -> None:
+    def __init__(self, connection: dict[str, Any], most_bytes: int) -> None:
         self._connection = connection
         self._servers = connection["bootstrap_servers"]
         self._most_bytes = most_bytes
-        self._admin = admin
         self._producing = Producing(connection, most_bytes)
         self._relaying = Producing(connection, most_bytes, max_batch_size=min(_BATCH, most_bytes))
         self._asking = asyncio.Lock()
@@ -140,7 +132,7 @@ class Publisher:
         """How many it has; 0: there is no such topic."""
         async with self._asking:
             if topic not in self._counts:
-                async with self._admin() as admin:
+                async with admin_client(self._connection) as admin:
                     if not (count := await partitions_of(admin, topic)):
                         return 0
                 self._counts[topic] = count

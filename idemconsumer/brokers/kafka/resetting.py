@@ -14,7 +14,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import CommitFailedError, GroupCoordinatorNotAvailableError
 
 from idemconsumer.brokers.kafka.checking import missing_text, partitions_of
-from idemconsumer.brokers.kafka.client import LOSS, cluster_of, name_of
+from idemconsumer.brokers.kafka.client import LOSS, admin_client, cluster_of, name_of
 from idemconsumer.brokers.kafka.connection import connection_options
 from idemconsumer.brokers.kafka.diagnosis import unavailable
 from idemconsumer.brokers.kafka.questions import described_group, present_leaders, topic_ids
@@ -121,14 +121,11 @@ async def group_offsets(settings: Settings, group: str) -> AsyncIterator[GroupOf
     consumer = AIOKafkaConsumer(
         **connection, group_id=group, enable_auto_commit=False, isolation_level="read_committed"
     )
-    admin = AIOKafkaAdminClient(**connection)
     try:
-        async with asyncio.timeout(_TIMEOUT):
+        async with asyncio.timeout(_TIMEOUT), admin_client(connection) as admin:
             await consumer.start()
-            await admin.start()
             yield GroupOffsets(consumer, admin, group, await cluster_of(consumer._client))
     except LOSS as error:
         raise await unavailable(connection, error) from error
     finally:
-        await admin.close()
         await consumer.stop()
