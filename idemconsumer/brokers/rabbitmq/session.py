@@ -15,9 +15,8 @@ from aio_pika.abc import AbstractChannel
 from aiormq.abc import AbstractChannel as Wire
 
 from idemconsumer.brokers.outstanding import Backlog, Outstanding
-from idemconsumer.brokers.rabbitmq.ack_tags import AckTags
 from idemconsumer.brokers.rabbitmq.arrivals import Arrival
-from idemconsumer.brokers.rabbitmq.consumers import Consumers
+from idemconsumer.brokers.rabbitmq.channel import AckTags, Consumers
 from idemconsumer.brokers.rabbitmq.limits import TAKE_OVER_AFTER
 from idemconsumer.brokers.rabbitmq.link import FAREWELL, LOSS, Link, answered, channel_beside, farewell
 from idemconsumer.brokers.rabbitmq.tap import TappedConnection

@@ -19,7 +19,6 @@ import aiormq
 from aiormq.exceptions import AMQPConnectionError
 from yarl import URL
 
-from idemconsumer.brokers.rabbitmq.ack_tags import Ack
 from idemconsumer.brokers.rabbitmq.arrivals import (
     BODY,
     DELIVER,
@@ -30,6 +29,7 @@ from idemconsumer.brokers.rabbitmq.arrivals import (
     delivered,
     described,
 )
+from idemconsumer.brokers.rabbitmq.channel import Ack
 from idemconsumer.message.message import Whole
 
 Taker = Callable[[Arrival], None]
