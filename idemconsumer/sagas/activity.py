@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from idemconsumer.errors import OfTheEngine, SagaMisused
-from idemconsumer.rules import waiting
+from idemconsumer.rules import saga as rules
 from idemconsumer.sagas.steps import GRACE, left_behind
 from idemconsumer.user_code.cancellation import leave_behind
 
@@ -141,7 +141,7 @@ class Activity:
         """For how many seconds this run goes on, though it has waits that are not over."""
         self._branches = {task for task in self._branches if not task.done()}
         resting = set(self.resting.values())
-        return waiting.stays(
+        return rules.stays(
             steps=bool(self.in_flight),
             branches=len(self.unfinished) > len(self.resting) or not self._branches <= resting,
             main=self._main not in resting,
