@@ -21,7 +21,7 @@ from benchmarks._brokers import opened
 from benchmarks._measure import Figure, Result, Spread, Table
 from benchmarks._stage import JOB, PAYMENT, SCHEMA, Stage, url
 from benchmarks.end_to_end import process, row
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.adapters import connect
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.ports.broker import Outgoing

@@ -17,7 +17,7 @@ from benchmarks._brokers import Filling, opened
 from benchmarks._measure import Figure, Result, Spread, Subject, Table, Target, side_by_side
 from benchmarks._stage import Stage
 from benchmarks.end_to_end import Consumer, process, row
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.adapters import connect
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import load
 from tests.support.pids import children

@@ -8,7 +8,7 @@ import psycopg
 
 from benchmarks._measure import Figure, Result, Spread, Table
 from benchmarks._stage import SCHEMA, Stage
-from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.brokers.postgres_broker import PostgresBroker
 from idemconsumer.brokers.postgres_session import PostgresSession
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds

@@ -23,9 +23,9 @@ from idemconsumer.ports.store import Claim
 from idemconsumer.stores.hybrid import HybridRequests
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.migrations import migrate
+from idemconsumer.stores.postgres_requests import PostgresRequests
 from idemconsumer.stores.redis.copies import Copies
-from idemconsumer.stores.redis.requests import RedisRequests
-from idemconsumer.stores.requests import PostgresRequests
+from idemconsumer.stores.redis.redis_requests import RedisRequests
 
 SCHEMA: Final = "idemconsumer"
 RESPONSE: Final = StoredResult(b'{"charge": "c-1"}', "application/json", 201, (("location", "/charges/1"),))

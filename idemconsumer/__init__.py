@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from idemconsumer.handlers.decorator import Handler, idempotent_handler
     from idemconsumer.message.keys import Key
     from idemconsumer.message.message import Message, Result
-    from idemconsumer.ports.handler import Batch, Child, Done, First, NotDone, Rows, Saga, Step, Tx, Unknown
-    from idemconsumer.rules.accepting import Progress
+    from idemconsumer.ports.arguments import Batch, Child, Done, First, NotDone, Rows, Saga, Step, Tx, Unknown
     from idemconsumer.rules.backoff import Backoff
+    from idemconsumer.rules.progress import Progress
     from idemconsumer.rules.values import Outcome, OutcomeKind, Signalled
 else:
     _HOMES = {
@@ -47,11 +47,11 @@ else:
             "StoreUnavailable",
         ],
         "handlers.decorator": ["Handler", "idempotent_handler"],
-        "rules.accepting": ["Progress"],
+        "rules.progress": ["Progress"],
         "rules.backoff": ["Backoff"],
         "message.keys": ["Key"],
         "message.message": ["Message", "Result"],
-        "ports.handler": ["Batch", "Child", "Done", "First", "NotDone", "Rows", "Saga", "Step", "Tx", "Unknown"],
+        "ports.arguments": ["Batch", "Child", "Done", "First", "NotDone", "Rows", "Saga", "Step", "Tx", "Unknown"],
         "rules.values": ["Outcome", "OutcomeKind", "Signalled"],
     }
 

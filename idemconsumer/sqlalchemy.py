@@ -15,7 +15,7 @@ from psycopg.rows import tuple_row
 
 from idemconsumer.errors import HandlerFault
 from idemconsumer.missing import cannot_import
-from idemconsumer.ports.handler import Tx
+from idemconsumer.ports.arguments import Tx
 from idemconsumer.stores.tx import PostgresTx
 from idemconsumer.user_code.leftovers import Everybodys
 

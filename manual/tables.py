@@ -15,14 +15,14 @@ import idemconsumer
 from idemconsumer import errors
 from idemconsumer.admin.hints import hint
 from idemconsumer.cli.main import main
-from idemconsumer.cli.run import run
+from idemconsumer.cli.run_verb import run
 from idemconsumer.handlers.options import Options, UnnamedOptions
-from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.database import Found
 from idemconsumer.observe.exposition import Numbers
-from idemconsumer.observe.requests import numbers_in
+from idemconsumer.observe.fleet import Fleet
+from idemconsumer.observe.request_metrics import numbers_in
 from idemconsumer.process.child import MEANINGS
-from idemconsumer.rules.letters import REASONS
+from idemconsumer.rules.redriven import REASONS
 from idemconsumer.settings import PREFIX, Settings
 from manual.events import events
 from manual.names import doc
@@ -129,7 +129,7 @@ def exported() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     """Name, type, labels and text of each metric."""
     registry = CollectorRegistry()
     numbers_in(registry).expect("", "", [""])
-    for family in (*Numbers(Crew(1), Found(pruned_at=0.0), {}, 0.0).collect(), *registry.collect()):
+    for family in (*Numbers(Fleet(1), Found(pruned_at=0.0), {}, 0.0).collect(), *registry.collect()):
         labels = getattr(family, "_labelnames", None) or [name for name in family.samples[0].labels if name != "le"]
         yield (
             family.name + ("_total" if family.type == "counter" else ""),

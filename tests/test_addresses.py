@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from idemconsumer.addresses import is_local, kafka_hosts, rabbitmq_urls
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.adapters import connect
 from idemconsumer.cli.main import main
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import PREFIX, Settings, load

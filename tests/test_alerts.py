@@ -21,11 +21,11 @@ from idemconsumer import App
 from idemconsumer.admin.hints import hint
 from idemconsumer.http import Idempotency, Route
 from idemconsumer.observe.counts import Counts
-from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.exposition import exposition
+from idemconsumer.observe.fleet import Fleet
 from idemconsumer.observe.reports import Report, encoded
 from idemconsumer.rules.health import Phase
-from idemconsumer.rules.letters import REASONS
+from idemconsumer.rules.redriven import REASONS
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from tests.http.fake_requests import FakeRequests
 from tests.http.site import by_header, client, problem, service
@@ -165,7 +165,7 @@ def scraped(exposed: bytes) -> dict[str, float]:
 def test_the_first_dead_letter_of_each_reason_is_seen(promtool: Passes) -> None:
     """What a launcher exports before it and behind it, with nothing made up."""
     assert not [reason for reason in REASONS if hint(reason) == hint("no reason")]
-    counts, crew = Counts(), Crew(1)
+    counts, crew = Counts(), Fleet(1)
     take = counts.of("take")
     scrapes = []
     crew.begun(0)

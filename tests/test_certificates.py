@@ -17,8 +17,8 @@ from psycopg.conninfo import make_conninfo
 from idemconsumer import App
 from idemconsumer.certificates import RenewedContext, expired, expires_at, ours
 from idemconsumer.cli.inspect import findings
-from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.exposition import exposition
+from idemconsumer.observe.fleet import Fleet
 from idemconsumer.settings import Settings
 from idemconsumer.sql.connecting import connect, connect_async
 from tests.support.servers.tls import authority, issue
@@ -84,7 +84,7 @@ async def test_check_says_how_long_each_of_ours_is_valid(folder: Path, days: int
 def test_when_it_expires_is_a_metric(folder: Path) -> None:
     certificate, _ = issue(folder, "client")
     files = dict(ours(Settings(kafka_cert_file=str(certificate))))
-    text = exposition(Crew(1), None, files).decode()
+    text = exposition(Fleet(1), None, files).decode()
     line = next(each for each in text.splitlines() if each.startswith("idemconsumer_certificate_expiry_timestamp_sec"))
     assert '{server="kafka"}' in line
     assert float(line.split()[-1]) == expires_at(str(certificate))

@@ -16,11 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from idemconsumer.http.watch import OUTCOMES
 from idemconsumer.observe.counts import Counts
-from idemconsumer.observe.crew import Crew
-from idemconsumer.observe.database import Found, Number, Outgoing
+from idemconsumer.observe.database import Found, Number, OutboxFigures
 from idemconsumer.observe.exposition import exposition
+from idemconsumer.observe.fleet import Fleet
 from idemconsumer.observe.reports import HandlerState, PoolState, Report, encoded
-from idemconsumer.observe.requests import numbers_in
+from idemconsumer.observe.request_metrics import numbers_in
 from idemconsumer.ports.broker import Lag
 from idemconsumer.rules.health import Phase
 from idemconsumer.rules.values import Outcome, OutcomeKind
@@ -33,7 +33,7 @@ NAME = re.compile(r"idemconsumer_[a-z_]+")
 @cache
 def exported() -> list[Metric]:
     """All that can be, by a launcher and by web processes."""
-    counts, crew = Counts(), Crew(1)
+    counts, crew = Counts(), Fleet(1)
     take = counts.of("take")
     take.deliveries["kafka:orders"] += 1
     take.ended([Outcome(OutcomeKind.DEAD, reason="conflict")])
@@ -51,7 +51,7 @@ def exported() -> list[Metric]:
     found = Found(
         {"postgres:~~shop/take": one, "postgres:mails": one}, {"postgres:~~shop/take": 1, "postgres:mails": 1},
         {take_dead: one}, {("shop", "take"): one}, {take_dead: one}, {"live": 1, "lost": 0}, 1.0,
-        {"kafka:out": Outgoing(1, 2.0, 1, 1)}, {("shop", "take"): one},
+        {"kafka:out": OutboxFigures(1, 2.0, 1, 1)}, {("shop", "take"): one},
     )  # fmt: skip
     with TemporaryDirectory() as folder:
         text = exposition(crew, found, {"kafka": str(self_signed(Path(folder)).certificate)}, answer=0.1).decode()

@@ -23,7 +23,7 @@ from aiobotocore.session import get_session
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import App, Tx
-from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.brokers.postgres_broker import PostgresBroker
 from idemconsumer.cli.inspect import findings
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.process.child import Exit

@@ -14,7 +14,7 @@ PROGRAM = dedent(
     import importlib, os, sys
     from pathlib import Path
     from idemconsumer.app.following import tracing_of
-    from idemconsumer.brokers.connecting import connect
+    from idemconsumer.brokers.adapters import connect
     from idemconsumer.errors import ConfigurationError
     from idemconsumer.settings import Settings
 
@@ -32,7 +32,7 @@ PROGRAM = dedent(
         ("aiormq", brokers("rabbitmq")),
         ("aiobotocore", brokers("sqs")),
         ("botocore", brokers("sqs")),
-        ("redis", imports("idemconsumer.stores.redis.client")),
+        ("redis", imports("idemconsumer.stores.redis.redis_client")),
         ("greenlet", imports("idemconsumer.sqlalchemy")),
         ("sqlalchemy.ext.asyncio", imports("idemconsumer.sqlalchemy")),
         ("fastapi", imports("idemconsumer.http.fastapi")),

@@ -13,7 +13,7 @@ import pytest
 
 from idemconsumer.handlers.options import UnnamedOptions
 from idemconsumer.process.child import Exit
-from idemconsumer.rules.letters import REASONS
+from idemconsumer.rules.redriven import REASONS
 from idemconsumer.settings import PREFIX, Settings
 from manual import names, tables
 from manual.events import Untraceable, events

@@ -17,20 +17,20 @@ from psycopg.pq import ExecStatus
 
 from idemconsumer import Message, Reject, Retry, Saga, Tx, idempotent_handler
 from idemconsumer.app.enqueuing import enqueue_in
-from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.brokers.postgres_broker import PostgresBroker
 from idemconsumer.brokers.postgres_session import PostgresSession
 from idemconsumer.engine.engine import Engine
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.message.message import StoredResult, Subscription
+from idemconsumer.ports.arguments import Step
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
-from idemconsumer.ports.handler import Step
 from idemconsumer.ports.requests import Held
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Outcome, Record
 from idemconsumer.settings import Settings
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.requests import PostgresRequests
+from idemconsumer.stores.postgres_requests import PostgresRequests
 from tests.support import ROOT
 from tests.support.flights import Cost, Wire
 from tests.support.inside import look_again_at, renew_now

@@ -31,7 +31,7 @@ from idemconsumer import (
     Tx,
 )
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import Record, State
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore

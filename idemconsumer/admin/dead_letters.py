@@ -17,7 +17,7 @@ from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.message.message import Message
 from idemconsumer.rules.request_keys import UNNAMED, asked_keys, is_unnamed
-from idemconsumer.stores.hashing import may_hash
+from idemconsumer.stores.agreed_hashing import may_hash
 
 _PAGE = 500  # letters of one statement
 _WHOLE = 50  # with their bodies

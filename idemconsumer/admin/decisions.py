@@ -13,12 +13,12 @@ from idemconsumer.brokers.publishers import Publishers
 from idemconsumer.errors import ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.handler import Done, NotDone
+from idemconsumer.ports.arguments import Done, NotDone
 from idemconsumer.rules.saga import CANCELLED
 from idemconsumer.rules.values import State, StepState
 from idemconsumer.sql.queries import in_words
+from idemconsumer.stores.agreed_hashing import settle_hashing
 from idemconsumer.stores.claims import PostgresClaims, transaction
-from idemconsumer.stores.hashing import settle_hashing
 from idemconsumer.stores.pool import Pool
 
 _LONGEST: Final = 30.0  # seconds; it runs no handler, and waits for a lock no longer than any claim does

@@ -20,7 +20,7 @@ from idemconsumer.ports.broker import Finding
 from idemconsumer.rules.held_up import HeldUp
 from idemconsumer.rules.request_keys import is_route
 from idemconsumer.stores import migrations
-from idemconsumer.stores.hashing import learn_hashing
+from idemconsumer.stores.agreed_hashing import learn_hashing
 
 LONG: Final = 300.0  # seconds that a transaction may be open
 _OVERDUE: Final = 60.0  # seconds

@@ -16,7 +16,7 @@ from idemconsumer.message import keys
 from idemconsumer.rules.saga import ANY_VERSION
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+class WaitingSagas(msgspec.Struct, frozen=True, kw_only=True):
     """Sagas of one app, handler and version that have not ended and are not put aside. Not `begun`: others have started
     them, and their messages wait; they have no version."""
 
@@ -30,7 +30,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 class Orphans(msgspec.Struct, frozen=True, kw_only=True):
     """Sagas that nobody continues, as far as can be seen, and what to do about it."""
 
-    waiting: Waiting
+    waiting: WaitingSagas
     text: str
 
 
@@ -44,12 +44,12 @@ async def find_orphans(dsn: str, schema: str, app: str, sagas: Sagas) -> list[Or
         groups = await send("waiting_sagas")
         children = await send("unbegun_children")
         alive = await send("live_workers")
-    waiting = [Waiting(**row | {"app": unquote(row["app"])}) for row in groups]
-    waiting += [Waiting(version=None, begun=False, **row) for row in children]
+    waiting = [WaitingSagas(**row | {"app": unquote(row["app"])}) for row in groups]
+    waiting += [WaitingSagas(version=None, begun=False, **row) for row in children]
     return orphans(waiting, [row["runs"] for row in alive], app, sagas)
 
 
-def orphans(waiting: Iterable[Waiting], alive: Sequence[list[Any]], app: str, sagas: Sagas) -> list[Orphans]:
+def orphans(waiting: Iterable[WaitingSagas], alive: Sequence[list[Any]], app: str, sagas: Sagas) -> list[Orphans]:
     """`alive`: what each live worker runs."""
     found = []
     for group in waiting:
@@ -59,12 +59,12 @@ def orphans(waiting: Iterable[Waiting], alive: Sequence[list[Any]], app: str, sa
     return found
 
 
-def _runs(found: Any, group: Waiting) -> bool:
+def _runs(found: Any, group: WaitingSagas) -> bool:
     its = {"app": group.app, "handler": group.handler, "version": group.version}
     return bool(found == its if group.begun else {**found, "version": None} == its)
 
 
-def _problem(group: Waiting, app: str, sagas: Sagas, *, served: bool) -> str | None:
+def _problem(group: WaitingSagas, app: str, sagas: Sagas, *, served: bool) -> str | None:
     known = (group.app, group.handler) in sagas
     named = f'name="{group.handler}"' if group.app == app else f'name="{group.handler}" in App("{group.app}")'
     renamed = f"if it was renamed, restore its name with {named}"

@@ -26,7 +26,7 @@ from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message
 from idemconsumer.message.origin import Pending, broker_order, with_origin
 from idemconsumer.message.sources import retry_source
-from idemconsumer.rules.letters import Redriven, redrivable
+from idemconsumer.rules.redriven import Redriven, redrivable
 
 _TOGETHER: Final = 100  # letters of one transaction
 _LOOKS: Final = 5.0  # in a second, where there is a rate
@@ -36,7 +36,7 @@ _REDRIVEN: Final = (Redriven.REDRIVES, Redriven.RESUMES)
 Progress = Callable[[int], None]
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class RedriveRun(msgspec.Struct, frozen=True, kw_only=True):
     """What a run did: how many letters became what (`Redriven`)."""
 
     run: str
@@ -75,7 +75,7 @@ class Redrives:
         rate: float | None = None,
         dry_run: bool = False,
         progress: Progress = lambda _: None,
-    ) -> Run:
+    ) -> RedriveRun:
         """Run the messages of these letters once more, oldest first, with all their attempts again. Sagas go on where
         they stopped, as by `SagaAdmin.resume`. Raises ConfigurationError once the run is cancelled.
 
@@ -97,7 +97,7 @@ class Redrives:
                         raise ConfigurationError(f"run {run} was cancelled; redrive what is left without this --run")
                     page = await send("dead_to_redrive", **given, after=after)
                     if not page:
-                        return Run(run=run, counts=counts)
+                        return RedriveRun(run=run, counts=counts)
                     found = [await self._redrive(send, row, run, by, dry_run=dry_run) for row in page]
                     now = sum(map(found.count, _REDRIVEN))
                     if now and not dry_run:

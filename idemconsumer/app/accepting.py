@@ -21,12 +21,12 @@ from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, N
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import NO_HEADERS, BoundHandler, given_key
 from idemconsumer.message import codecs
-from idemconsumer.ports.handler import Tx
-from idemconsumer.rules.accepting import Progress, progress
+from idemconsumer.ports.arguments import Tx
+from idemconsumer.rules.progress import Progress, progress
 from idemconsumer.rules.values import Record, State
 from idemconsumer.rules.verdicts import Verdict, contention_pause, judge
 from idemconsumer.settings import Settings
-from idemconsumer.stores.accepting import Acceptance, Standing, accept_in
+from idemconsumer.stores.acceptance import Acceptance, AcceptedStanding, accept_in
 from idemconsumer.stores.grants import Kind
 from idemconsumer.stores.tx import connection_of
 from idemconsumer.user_code.resources import Resources
@@ -195,10 +195,10 @@ def _told(standing: Record | None, acceptance: Acceptance) -> Accepted:
         return Accepted(Progress.PENDING, new=True)
     if judge(standing, acceptance.claim.fingerprint, acceptance.claim.canonical) is Verdict.CONFLICT:
         return Accepted(progress(standing.state), conflict=True)
-    return _found(Standing(standing.state, standing.result))
+    return _found(AcceptedStanding(standing.state, standing.result))
 
 
-def _found(standing: Standing | None) -> Accepted:
+def _found(standing: AcceptedStanding | None) -> Accepted:
     if standing is None:
         return Accepted(progress(None))
     far, result, reason = progress(standing.state, held=standing.held), standing.result, standing.reason

@@ -17,9 +17,9 @@ from idemconsumer.app.following import tracing_of
 from idemconsumer.app.inline import InlineRunner
 from idemconsumer.app.opened import Opened
 from idemconsumer.app.pausing import Pausing
-from idemconsumer.app.sagas import AppStarter, SagaCalls
-from idemconsumer.brokers.connecting import check_delay
-from idemconsumer.brokers.connecting import destination as parse_destination
+from idemconsumer.app.saga_calls import AppStarter, SagaCalls
+from idemconsumer.brokers.adapters import check_delay
+from idemconsumer.brokers.adapters import destination as parse_destination
 from idemconsumer.brokers.sendable import check_sendable
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.forks import PerLoop
@@ -35,8 +35,8 @@ from idemconsumer.message import codecs
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
 from idemconsumer.message.sources import consumes
+from idemconsumer.ports.arguments import Duration, Tx
 from idemconsumer.ports.broker import Broker, Outgoing
-from idemconsumer.ports.handler import Duration, Tx
 from idemconsumer.ports.observer import Observer
 from idemconsumer.process.child import WORKER
 from idemconsumer.rules.saga import wrong_name

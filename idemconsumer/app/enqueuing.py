@@ -6,10 +6,10 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
-from idemconsumer.brokers.postgres import enqueue, enqueuing
+from idemconsumer.brokers.postgres_broker import enqueue, enqueuing
 from idemconsumer.message.headers import encode_headers
+from idemconsumer.ports.arguments import Tx
 from idemconsumer.ports.broker import Outgoing
-from idemconsumer.ports.handler import Tx
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.sql.queries import in_words, load
 from idemconsumer.stores.tx import PostgresTx, connection_of

@@ -17,7 +17,7 @@ def tracing_of(settings: Settings) -> Tracing:
 @cache
 def _opened() -> Tracing:
     try:
-        from idemconsumer.observe.tracing import OpenTelemetry  # for those alone who want it
+        from idemconsumer.observe.opentelemetry_spans import OpenTelemetry  # for those alone who want it
     except ImportError as missing:
         raise cannot_import("tracing is on, and its library", missing) from missing
     return OpenTelemetry()

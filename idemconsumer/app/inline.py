@@ -15,7 +15,7 @@ from idemconsumer.handlers.handler import BoundHandler, HandlerPlan
 from idemconsumer.logs import log
 from idemconsumer.message.message import Message
 from idemconsumer.opening import Opening
-from idemconsumer.ports.leases import Runs
+from idemconsumer.ports.leased_saga import Runs
 from idemconsumer.ports.observer import NullObserver
 from idemconsumer.ports.store import Claim
 from idemconsumer.ports.tracing import Tracing
@@ -23,7 +23,7 @@ from idemconsumer.redaction import SHOWN
 from idemconsumer.rules.values import Outcome, OutcomeKind, Record, Signalled, State
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.settings import Settings
-from idemconsumer.stores.accepting import Acceptance, Standing, accept, look_up, scope_id
+from idemconsumer.stores.acceptance import Acceptance, AcceptedStanding, accept, look_up, scope_id
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.grants import Kind
 from idemconsumer.stores.joined import PostgresStore
@@ -174,7 +174,7 @@ class InlineRunner:
         """That of its scope, which is committed."""
         return await scope_id(self._store.pool, claim)
 
-    async def standing(self, digest: bytes, scope: str) -> Standing | None:
+    async def standing(self, digest: bytes, scope: str) -> AcceptedStanding | None:
         """What is on record of a key in this scope."""
         self._refuse_nested("a key", "accepted", "read it before, and pass it on")
         return await look_up(self._store.pool, digest, scope)

@@ -10,8 +10,8 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from idemconsumer.brokers.connecting import destination
-from idemconsumer.engine import reading
+from idemconsumer.brokers.adapters import destination
+from idemconsumer.engine import decoding as reading
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.handlers.handler import NO_HEADERS, OURS, BoundHandler, Call, HandlerPlan
 from idemconsumer.handlers.options import RAW_BYTES
@@ -20,9 +20,9 @@ from idemconsumer.message.keys import Key, KeySpec, describe
 from idemconsumer.message.message import Message
 from idemconsumer.message.origin import ACCEPTED, TOKEN_BYTES
 from idemconsumer.message.queues import GROUP, TOKEN
-from idemconsumer.message.replies import MESSAGE_ID
+from idemconsumer.message.reply_address import MESSAGE_ID
 from idemconsumer.message.sources import consumes
-from idemconsumer.stores.accepting import Sent
+from idemconsumer.stores.acceptance import SentAccepted
 
 _GIVEN: Final = frozenset({"header", "message_id", "record_key", "first"})
 
@@ -86,7 +86,7 @@ async def to_send(
     key: str,
     tenant: str | None,
     headers: Mapping[str, str] = NO_HEADERS,
-) -> tuple[Call, Sent]:
+) -> tuple[Call, SentAccepted]:
     """The call that the handler will make of it, and what is sent. `via` is checked.
 
     Raises BadMessage where the handler could not take it, or would find another key or tenant in it, and TypeError for
@@ -111,8 +111,8 @@ async def to_send(
         call = await reading.read(bound, _ordered(message, scheme, name, call.order))
     _check(bound, call, key, tenant)
     if scheme == "kafka":
-        return _without_token(call), Sent(via, (call.arrived.record_key or b"").decode(), token)
-    return _without_token(call), Sent(via, key if named else None, token)
+        return _without_token(call), SentAccepted(via, (call.arrived.record_key or b"").decode(), token)
+    return _without_token(call), SentAccepted(via, key if named else None, token)
 
 
 def _ordered(message: Message, scheme: str, name: str, order: str) -> Message:

@@ -20,7 +20,7 @@ from typing import Final, Protocol
 from idemconsumer.errors import BrokerUnavailable, SessionEnded, StoreUnavailable
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import BesideSagas, Bounds, Delivery, Epoch, Finding, Outgoing
-from idemconsumer.ports.leases import LeasedSaga, LeaseStore, Look
+from idemconsumer.ports.leased_saga import DueLook, LeasedSaga, LeaseStore
 
 SCHEME: Final = "saga"
 # Seconds between two looks.
@@ -169,7 +169,7 @@ class DueSagasSession:
         """The handlers that are not paused."""
         return [handler for handler in self._handlers if not self._lanes.paused(handler)]
 
-    async def _look(self) -> Look:
+    async def _look(self) -> DueLook:
         """At the sagas, and at the queues while these can be read."""
         if queues := [name for each in self._beside for name in each.queues]:
             with contextlib.suppress(StoreUnavailable, TimeoutError):

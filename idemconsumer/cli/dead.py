@@ -13,8 +13,8 @@ from click import option
 from idemconsumer.admin.dead_letters import Admin, Which
 from idemconsumer.admin.redrives import Redrives
 from idemconsumer.cli.choices import listing, need_choice, need_found, seconds
-from idemconsumer.cli.letters import letter_json, show
-from idemconsumer.cli.options import (
+from idemconsumer.cli.dead_letter_text import letter_json, show
+from idemconsumer.cli.flags import (
     ID,
     Finite,
     count,
@@ -30,7 +30,7 @@ from idemconsumer.cli.options import (
 )
 from idemconsumer.cli.verbs import Given, Output, Verbs, listed, print_json
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.rules.letters import Redriven
+from idemconsumer.rules.redriven import Redriven
 
 _ERROR_WIDTH = 60
 _FILTERS = ("handler", "app", "tenant", "reason", "error", "since", "until", "key", "prefix")

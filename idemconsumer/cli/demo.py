@@ -22,10 +22,10 @@ import psycopg
 from click import option
 from psycopg.conninfo import make_conninfo
 
-from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.brokers.postgres_broker import PostgresBroker
 from idemconsumer.brokers.postgres_session import VISIBILITY
 from idemconsumer.cli.demo_app import LEDGER, PAUSE, QUEUE, Payment
-from idemconsumer.cli.options import as_json, count
+from idemconsumer.cli.flags import as_json, count
 from idemconsumer.cli.verbs import Given, Output, verb
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.errors import IdemConsumerError
@@ -61,7 +61,7 @@ _IN_HAND: Final = (
 )
 
 
-class Report(msgspec.Struct, frozen=True):
+class DemoReport(msgspec.Struct, frozen=True):
     """What the demo counted. `deliveries` = `messages` + `duplicates` + what came again after a kill."""
 
     messages: int
@@ -120,7 +120,7 @@ class Demo:
         self._killed = 0
         self._crew: list[subprocess.Popen[bytes]] = []
 
-    def run(self) -> Report:
+    def run(self) -> DemoReport:
         began = time.monotonic()
         server = self._stack.enter_context(EmbeddedPostgres())
         migrate(server.dsn, "idemconsumer")
@@ -133,7 +133,7 @@ class Demo:
         self._start_workers(server.dsn, len(published))
         self._watch()
         ledger = Counter(name for (name,) in self._db.execute("select payment from ledger"))
-        return Report(
+        return DemoReport(
             messages=self._messages,
             # What the queue still holds (it holds nothing, unless messages were lost) was delivered as well.
             deliveries=self._number("select sum(deliveries) from (table delivered union all"
@@ -195,7 +195,7 @@ class Demo:
 
     def _watch(self) -> None:
         """Until all workers have left by themselves, because the queue is empty; kill on the way."""
-        progress = Progress(self._messages)
+        progress = ProgressLine(self._messages)
         before, changed, explained = (-1, -1), time.monotonic(), False
         while any(worker.poll() is None for worker in self._crew):
             applied, queued = (
@@ -219,7 +219,7 @@ class Demo:
         progress.clear()
         self._raise_if_failed()
 
-    def _kill_one(self, progress: Progress) -> None:
+    def _kill_one(self, progress: ProgressLine) -> None:
         """Kill one that has payments in hand. Just after a start none has any, and then the next look kills."""
         in_hand: dict[str, int] = dict(self._db.execute(_IN_HAND).fetchall())
         ready = [index for index in range(self._workers) if in_hand.get(f"demo-{index}")]
@@ -250,7 +250,7 @@ class Demo:
 
 
 # ------------------------------------------------------------------------------------------------- what a person sees
-class Progress:
+class ProgressLine:
     """One line that is written over, on a terminal only."""
 
     _WIDTH: Final = 30
@@ -272,7 +272,7 @@ class Progress:
             click.echo("\r\033[K", err=True, nl=False)
 
 
-def verdict(report: Report) -> str:
+def verdict(report: DemoReport) -> str:
     """The counts, and what they mean."""
     again = report.deliveries - report.messages - report.duplicates
     lines: Iterable[tuple[str, int, str]] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from idemconsumer.admin.keys import KeyDetail
+from idemconsumer.admin.stored_keys import KeyDetail
 from idemconsumer.errors import NothingFound
 from idemconsumer.rules.coming_again import coming_again
 from idemconsumer.rules.values import Record, State
@@ -15,7 +15,7 @@ async def record_in_redis(key: bytes) -> tuple[Record, bool] | None:
     """And whether its owner was lost. In the Redis of the settings; None without one. Raises StoreUnavailable."""
     if (address := load().redis) is None:
         return None
-    from idemconsumer.stores.redis.requests import RedisRequests  # an optional driver
+    from idemconsumer.stores.redis.redis_requests import RedisRequests  # an optional driver
 
     requests = RedisRequests(address)
     try:

@@ -17,7 +17,7 @@ from idemconsumer.admin.dead_letters import Admin
 from idemconsumer.admin.doctor import examine_secrets
 from idemconsumer.admin.orphans import find_orphans, find_unawaited
 from idemconsumer.app.app import App
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.adapters import connect
 from idemconsumer.cli.banner import database_name, retention, sources
 from idemconsumer.cli.target import load_app
 from idemconsumer.cli.verbs import Given, Output, need_dsn, verb
@@ -34,7 +34,7 @@ from idemconsumer.stores.checks import check_database, is_exposed
 from idemconsumer.stores.migrations import status
 from idemconsumer.stores.server import advice, durability, narrowest
 from idemconsumer.worker.capacity import most_connections, resting_connections
-from idemconsumer.worker.sources import Sharing, source_findings
+from idemconsumer.worker.source_findings import SharedSource, source_findings
 from idemconsumer.worker.worker import longest_run, shortest_lease
 
 _COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
@@ -102,7 +102,7 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
             yield await _destination(destination, brokers, settings)
         for scheme, broker in brokers.items():
             together = [each for handler in of.handlers for each in handler.subscriptions if each.scheme == scheme]
-            for finding in await broker.check_together(together) if isinstance(broker, Sharing) else ():
+            for finding in await broker.check_together(together) if isinstance(broker, SharedSource) else ():
                 yield finding
         for finding in await _connections(of):
             yield finding
@@ -198,7 +198,7 @@ async def _redis(of: Checked) -> AsyncIterator[Finding]:
     if of.settings.redis is None:
         return
     try:
-        from idemconsumer.stores.redis.checks import examine
+        from idemconsumer.stores.redis.redis_checks import examine
 
         texts = await examine(of.settings.redis, of.settings.redis_replicas)
     except IdemConsumerError as error:

@@ -7,7 +7,7 @@ from functools import partial
 import click
 from click import option
 
-from idemconsumer.cli.options import Finite, database, flag
+from idemconsumer.cli.flags import Finite, database, flag
 from idemconsumer.cli.verbs import Given, Output, Verbs, need_dsn, print_json
 from idemconsumer.process.child import Exit
 from idemconsumer.sql.queries import check_schema

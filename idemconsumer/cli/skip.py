@@ -5,7 +5,7 @@ from __future__ import annotations
 from click import argument, option
 
 from idemconsumer.admin.stops import Stops
-from idemconsumer.cli.options import deciding
+from idemconsumer.cli.flags import deciding
 from idemconsumer.cli.verbs import Given, Output, Verbs, listed, verb
 
 

@@ -18,8 +18,8 @@ from click import argument, option
 from idemconsumer.admin.control import WorkerLine
 from idemconsumer.admin.status import Status
 from idemconsumer.admin.status import status as read_status
-from idemconsumer.cli.options import Finite, database, flag
-from idemconsumer.cli.status import Titled, counted, shown, state_of, tables, titled
+from idemconsumer.cli.flags import Finite, database, flag
+from idemconsumer.cli.status_verb import Titled, counted, shown, state_of, tables, titled
 from idemconsumer.cli.verbs import Given, Output, verb
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
 from idemconsumer.missing import cannot_import

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import click
 import msgspec
 
-from idemconsumer.cli.options import Words, as_json, database, together
+from idemconsumer.cli.flags import Words, as_json, database, together
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings, load

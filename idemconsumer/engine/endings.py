@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from idemconsumer.engine.blame import Telling, describe, rejection_of
+from idemconsumer.engine.dead_letter import dead_letter
 from idemconsumer.engine.evidence import Contended
 from idemconsumer.engine.failing import Failing, Subject
-from idemconsumer.engine.letters import dead_letter
 from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import BadMessage, CommitUnknown, ConnectionLost, Contention, Fenced, NotReadNow, Retry
 from idemconsumer.handlers.durations import retry_delay
@@ -23,7 +23,7 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claim, NextAttempt
 from idemconsumer.redaction import traceback_text
-from idemconsumer.rules import failing as rules
+from idemconsumer.rules import breaker as rules
 from idemconsumer.rules.backoff import MAX_UNSETTLED
 from idemconsumer.rules.values import Found, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import (

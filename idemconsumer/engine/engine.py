@@ -26,7 +26,7 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.observe.counts import Counts
 from idemconsumer.ports.observer import NullObserver, Observer
 from idemconsumer.ports.tracing import NO_TRACING, Tracing
-from idemconsumer.rules.failing import Health
+from idemconsumer.rules.breaker import HandlerHealth
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record
 from idemconsumer.rules.verdicts import Settlement, Verdict, settle
 from idemconsumer.stores.joined import PostgresStore
@@ -71,7 +71,7 @@ class Engine:
         """How many messages a group of this handler may ever hold."""
         return self._sizes.of(handler).most
 
-    def health(self, handler: BoundHandler) -> Health:
+    def health(self, handler: BoundHandler) -> HandlerHealth:
         """Whether the messages of this handler all fail (D17)."""
         return self.endings.failing.of(Subject.handler(handler))
 

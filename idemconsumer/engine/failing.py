@@ -18,12 +18,12 @@ from idemconsumer.engine.evidence import put
 from idemconsumer.errors import BadMessage, Retry
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
-from idemconsumer.rules.failing import Health
+from idemconsumer.rules.breaker import HandlerHealth
 from idemconsumer.rules.held_up import Failures
 
 Function: TypeAlias = Callable[..., Any]
 
-_HEALTHY: Final = Health()
+_HEALTHY: Final = HandlerHealth()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class _Account:
     of each that was so, since one of it succeeded. `runs` in a row have failed since `began`, the last one with
     `error`; `handlers`: whose they were."""
 
-    health: Health = _HEALTHY
+    health: HandlerHealth = _HEALTHY
     failed: dict[bytes, None] = field(default_factory=dict)
     tenants: dict[str, int] = field(default_factory=dict)
     runs: int = 0
@@ -89,7 +89,7 @@ class Failing:
         """Whether something has failed that has not ended."""
         return bool(self._accounts)
 
-    def of(self, subject: Subject) -> Health:
+    def of(self, subject: Subject) -> HandlerHealth:
         account = self._accounts.get(subject) if self._accounts else None
         return _HEALTHY if account is None else account.health
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from idemconsumer.engine import reading
+from idemconsumer.engine import decoding as reading
 from idemconsumer.engine.blame import HandlerFailed, describe
 from idemconsumer.engine.delivery_log import DeliveryLog
 from idemconsumer.engine.endings import Endings, FailedBehind, final

@@ -11,12 +11,12 @@ from enum import Enum
 
 import msgspec
 
-from idemconsumer.engine import reading
+from idemconsumer.engine import decoding as reading
 from idemconsumer.errors import BadMessage, NotReadNow
 from idemconsumer.handlers.handler import BoundHandler, Call
 from idemconsumer.message.message import Message
 from idemconsumer.message.origin import Pending
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.ports.tracing import Processing, Tracing
 from idemconsumer.rules.values import Found, Record, State

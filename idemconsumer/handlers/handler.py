@@ -22,7 +22,7 @@ from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message, Subscription
 from idemconsumer.message.names import StoredName
 from idemconsumer.message.origin import ACCEPTED, ORIGIN, PARENT, token_of
-from idemconsumer.ports.handler import Saga, Tx
+from idemconsumer.ports.arguments import Saga, Tx
 from idemconsumer.ports.store import Claim
 from idemconsumer.settings import Settings
 

@@ -14,7 +14,7 @@ from idemconsumer.message.envelopes import Envelope
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
 from idemconsumer.message.sources import BadSource, is_pattern, split_source
-from idemconsumer.ports.handler import Done, Duration, NotDone, Unknown
+from idemconsumer.ports.arguments import Done, Duration, NotDone, Unknown
 from idemconsumer.rules.backoff import Backoff
 from idemconsumer.rules.group_size import MAX_GROUP
 from idemconsumer.rules.saga import ANY_VERSION

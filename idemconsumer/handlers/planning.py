@@ -9,7 +9,8 @@ from idemconsumer.errors import BadMessage, HandlerError
 from idemconsumer.handlers.handler import FingerprintOf, HandlerPlan, OrderOf, StrandOf
 from idemconsumer.handlers.options import RAW_BYTES, Options, Resolved, check_known, check_pauses, resolve
 from idemconsumer.handlers.signature import Signature, read_signature, returned
-from idemconsumer.message import codecs, extraction, keys, models, replies
+from idemconsumer.message import codecs, extraction, keys, models
+from idemconsumer.message import reply_address as replies
 from idemconsumer.message.decoders import DecodeHook, hooked, is_async, takes
 from idemconsumer.message.envelopes import ENVELOPES, Unwrap, unwrapper
 from idemconsumer.message.keys import KeySpec

@@ -11,7 +11,7 @@ from idemconsumer.handlers.handler import HandlerPlan
 from idemconsumer.message import extraction
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
-from idemconsumer.ports.handler import Saga, Tx
+from idemconsumer.ports.arguments import Saga, Tx
 
 # Of the handler's transaction, the saga's tenant and key, and what the function returned.
 Send: TypeAlias = Callable[[Tx, str | None, str, object], Awaitable[object]]

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 from idemconsumer import forks
 from idemconsumer.errors import HandlerError
 from idemconsumer.message.message import Message
-from idemconsumer.ports.handler import Batch, Saga, Tx
+from idemconsumer.ports.arguments import Batch, Saga, Tx
 
 Invoke: TypeAlias = Callable[[object, Tx | Saga | None, Message, Mapping[type, object]], Awaitable[object]]
 

@@ -2,11 +2,11 @@
 file of its name alone.
 """
 
-from idemconsumer.http.accepting import AcceptLater
+from idemconsumer.http.accept_later import AcceptLater
 from idemconsumer.http.asgi import IdempotencyMiddleware
 from idemconsumer.http.current import SyncRows, SyncTx, current_key, current_sync_tx, current_tx
+from idemconsumer.http.exchanged import Request, Response
 from idemconsumer.http.idempotency import Idempotency
-from idemconsumer.http.messages import Request, Response
 from idemconsumer.http.policy import Route
 from idemconsumer.ports.requests import LostRequest
 

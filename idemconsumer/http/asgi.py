@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+from idemconsumer.http.asgi_wire import Asgi, Message, Receive, Scope, Send, read_body, request_of, respond
 from idemconsumer.http.current import slot_without_key
 from idemconsumer.http.exchange import Exchange
+from idemconsumer.http.exchanged import Request
 from idemconsumer.http.frameworks import COVERED, is_litestar, marked_routes
-from idemconsumer.http.idempotency import Idempotency, Table
+from idemconsumer.http.idempotency import Idempotency, RouteTable
 from idemconsumer.http.marks import seen, unseen
-from idemconsumer.http.messages import Request
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Problem
-from idemconsumer.http.wire import Asgi, Message, Receive, Scope, Send, read_body, request_of, respond
 from idemconsumer.rules.routes import SAFE, alike
 
 
@@ -30,7 +30,7 @@ class IdempotencyMiddleware:
     def __init__(self, app: Asgi, idempotency: Idempotency) -> None:
         self.app = app
         self.idempotency = idempotency
-        self._table: Table | None = None
+        self._table: RouteTable | None = None
         self._loose = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,7 +43,7 @@ class IdempotencyMiddleware:
         else:
             await self.app(scope, receive, send)
 
-    def _made(self, scope: Scope) -> Table:
+    def _made(self, scope: Scope) -> RouteTable:
         # The app of the scope may be one around this middleware.
         around = scope.get("app") or scope.get("litestar_app")
         marked = marked_routes(self.app) or marked_routes(around)

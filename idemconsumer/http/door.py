@@ -9,9 +9,9 @@ from typing import Final
 
 from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.http import problems
-from idemconsumer.http.messages import replay
-from idemconsumer.http.modes import Answer, Mode, Run, refusal
-from idemconsumer.http.opening import Opened
+from idemconsumer.http.exchanged import replay
+from idemconsumer.http.modes import Answer, Mode, RunApplication, refusal
+from idemconsumer.http.opened_stores import OpenedStores
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Outages
 from idemconsumer.logs import log
@@ -28,11 +28,11 @@ _DOUBTS: Final = 3
 
 
 class Door:
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: OpenedStores) -> None:
         self._opened = opened
         self._joined, self._leased = Outages(), Outages()  # of which one may be out of order alone
 
-    async def answer(self, claimed: Callable[[], Claim], policy: Policy, run: Run) -> Answer:
+    async def answer(self, claimed: Callable[[], Claim], policy: Policy, run: RunApplication) -> Answer:
         """The answer to one request. Its store is opened, and then `claimed` hashes its key (R39). Raises what the
         application raises."""
         loop, claim, outages = asyncio.get_running_loop(), None, self._joined if policy.tx else self._leased
@@ -64,7 +64,7 @@ class Door:
             pause = backoff(looks, first=_FIRST_PAUSE, cap=_LONGEST_PAUSE)
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
 
-    async def answer_without_key(self, policy: Policy, run: Run) -> Answer:
+    async def answer_without_key(self, policy: Policy, run: RunApplication) -> Answer:
         """That to a request of which nothing is stored, so a COMMIT without an answer cannot be asked for (H16)."""
         try:
             answer = await (await self._opened.joined()).unclaimed(policy, run)

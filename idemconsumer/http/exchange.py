@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from idemconsumer import forks
+from idemconsumer.http.asgi_wire import Asgi, Message, Receive, Scope, Send, encoded, respond
 from idemconsumer.http.current import slot_of_task
+from idemconsumer.http.exchanged import Headers, Response
 from idemconsumer.http.frameworks import COVERED, covered, routed
-from idemconsumer.http.messages import Headers, Response
 from idemconsumer.http.modes import Answer, CutOff, Open
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import GOES_ON
-from idemconsumer.http.wire import Asgi, Message, Receive, Scope, Send, encoded, respond
 from idemconsumer.logs import log
 from idemconsumer.rules.http import content_type, streams
 from idemconsumer.user_code.cancellation import leave_behind, uninterrupted, until_done

@@ -12,7 +12,7 @@ from idemconsumer.http.current import GIVES_TX, SyncTx, current_sync_tx, current
 from idemconsumer.http.idempotency import Idempotency
 from idemconsumer.http.openapi import describe
 from idemconsumer.missing import cannot_import
-from idemconsumer.ports.handler import Tx
+from idemconsumer.ports.arguments import Tx
 
 try:
     from fastapi import Depends, FastAPI

@@ -25,7 +25,7 @@ _CONVERTER: Final = re.compile(r"<(?:(\w+)(?:\(.*?\))?:)?(\w+)>", re.ASCII)  # i
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class MarkedRoute:
     """A route of an app: `POST /orders/{id}`, what it was marked with, if it was, and whether it asks for Tx.
 
     `types` has the expressions of its typed parameters, where the app has its own. `rule`: what the app's router says
@@ -54,13 +54,13 @@ def inwards(app: Any) -> list[Any]:
     return around
 
 
-def static_first(routes: list[Marked]) -> list[Marked]:
+def static_first(routes: list[MarkedRoute]) -> list[MarkedRoute]:
     """As frameworks choose that do not go by the order: a segment that is written out before a parameter."""
     return sorted(routes, key=lambda route: ["{" in segment for segment in route.name.split("/")])
 
 
 # ------------------------------------------------------------------------------------- Starlette, FastAPI and Litestar
-def marked_routes(app: object) -> list[Marked]:
+def marked_routes(app: object) -> list[MarkedRoute]:
     """The routes of an app, or of what is inside of its middleware. None of an app that has no routes."""
     found = list(_walk(getattr(_inside(app), "routes", None) or (), "", {}))
     return static_first(found) if is_litestar(app) else found  # Litestar, in whatever order
@@ -88,7 +88,7 @@ def _inside(app: object) -> Any:
     return next(reversed(inwards(app)), None)
 
 
-def _walk(routes: Iterable[Any], prefix: str, known: Mapping[str, str]) -> Iterator[Marked]:
+def _walk(routes: Iterable[Any], prefix: str, known: Mapping[str, str]) -> Iterator[MarkedRoute]:
     for each in routes:
         if hasattr(each, "effective_route_contexts"):  # an included router of FastAPI
             yield from _walk(each.effective_route_contexts(), prefix, known)
@@ -123,11 +123,11 @@ def _types(route: Any) -> dict[str, str]:
 
 def _marked(
     endpoint: Any, methods: Iterable[Any], path: str, dependant: Any, types_: Mapping[str, str]
-) -> Iterator[Marked]:
+) -> Iterator[MarkedRoute]:
     for method in sorted(str(getattr(method, "value", method)) for method in methods):
         if method not in SAFE:
             its = getattr(endpoint, method.lower(), None) if isinstance(endpoint, type) else endpoint
-            yield Marked(f"{method} {path or '/'}", mark_of(its), _asks(dependant), types_)
+            yield MarkedRoute(f"{method} {path or '/'}", mark_of(its), _asks(dependant), types_)
 
 
 def _asks(dependant: Any) -> bool:
@@ -142,7 +142,7 @@ class FlaskRoutes:
     def __init__(self, app: object) -> None:
         self._flask = next((each for each in inwards(app) if _is_flask(each)), None)
 
-    def marked(self) -> list[Marked]:
+    def marked(self) -> list[MarkedRoute]:
         if self._flask is None:
             return []
         found = []
@@ -154,7 +154,7 @@ class FlaskRoutes:
             kind = getattr(view, "view_class", None)  # which it was made of, and whose methods may be marked
             for method in sorted((rule.methods or set()) - SAFE):
                 its = mark_of(view) or mark_of(getattr(kind, method.lower(), None))
-                found.append(Marked(f"{method} {path}", its, tx=False, rule=rule))
+                found.append(MarkedRoute(f"{method} {path}", its, tx=False, rule=rule))
         return static_first(found)
 
     def found(self, environ: Mapping[str, Any], path: str) -> tuple[Any, tuple[str, ...]]:

@@ -14,15 +14,15 @@ from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.http import problems
 from idemconsumer.http.current import KEY, new_key
 from idemconsumer.http.door import Door
-from idemconsumer.http.frameworks import COVERED, Marked
+from idemconsumer.http.exchanged import Request, Response
+from idemconsumer.http.frameworks import COVERED, MarkedRoute
 from idemconsumer.http.lost import LostRequests
 from idemconsumer.http.marks import mark
-from idemconsumer.http.messages import Request, Response
-from idemconsumer.http.modes import Answer, Run
-from idemconsumer.http.opening import Opened
+from idemconsumer.http.modes import Answer, RunApplication
+from idemconsumer.http.opened_stores import OpenedStores
 from idemconsumer.http.policy import Policy, Route, RouteOptions, compile_route
 from idemconsumer.http.problems import Problem
-from idemconsumer.http.watch import Watch
+from idemconsumer.http.watch import DoorWatch
 from idemconsumer.message import extraction, keys
 from idemconsumer.ports.observer import NullObserver, Observer
 from idemconsumer.ports.requests import LostRequest, RequestStore
@@ -60,7 +60,7 @@ class Entry:
     rule: object = None
 
 
-class Table:
+class RouteTable:
     """Policies by route: those that were written down come before those that the app has marked."""
 
     def __init__(self, routes: Sequence[Entry], default: Mapping[str, Policy]) -> None:
@@ -134,10 +134,10 @@ class Idempotency:
             method: compile_route(f"{method} {UNNAMED}", default) for method in DEFAULT_METHODS if default is not None
         }
         self._at = (observer or NullObserver()).at
-        self._opened = Opened(app, store, redis, self._at)
+        self._opened = OpenedStores(app, store, redis, self._at)
         self._door = Door(self._opened)
-        self._watch = Watch(app, metrics)
-        for policy in Table(self._routes, self._defaults).policies:
+        self._watch = DoorWatch(app, metrics)
+        for policy in RouteTable(self._routes, self._defaults).policies:
             self._opened.expect(policy)
 
     def route(self, **options: Unpack[RouteOptions]) -> Callable[[T], T]:
@@ -160,7 +160,7 @@ class Idempotency:
 
         return marked
 
-    def table(self, marked: Sequence[Marked] = ()) -> Table:
+    def table(self, marked: Sequence[MarkedRoute] = ()) -> RouteTable:
         """Return the policies, including the routes that an app has marked. Raises ConfigurationError."""
         routes, known = list(self._routes), {each.pattern.name for each in self._routes}
         for each in marked:
@@ -174,7 +174,7 @@ class Idempotency:
                 policy = compile_route(each.name, replace(route, tx=True) if each.tx else route)
                 self._opened.expect(policy)
                 routes.append(Entry(_pattern(each), policy, each.rule))
-        table = Table(routes, self._defaults)
+        table = RouteTable(routes, self._defaults)
         self._watch.expect(table.policies)
         return table
 
@@ -214,7 +214,7 @@ class Idempotency:
         tenant = checked_tenant(given)
         return tenant if isinstance(tenant, Problem) else Admitted(request, policy, tenant, key)
 
-    async def answer(self, admitted: Admitted, body: bytes, run: Run) -> Answer:
+    async def answer(self, admitted: Admitted, body: bytes, run: RunApplication) -> Answer:
         """Return the answer to an admitted request. Raises what the application raises. Until the store has answered
         once, raises ConfigurationError if it cannot be used."""
         return await self._watch.follow(
@@ -225,7 +225,7 @@ class Idempotency:
         """Return the answer to a request that is not admitted, or whose body is not."""
         return self._watch.refused(policy, problem)
 
-    async def _answered(self, admitted: Admitted, body: bytes, run: Run) -> Answer:
+    async def _answered(self, admitted: Admitted, body: bytes, run: RunApplication) -> Answer:
         policy, key = admitted.policy, admitted.key
         if key is None:
             KEY.set(new_key())
@@ -285,7 +285,7 @@ def passes(key: str | None, policy: Policy) -> bool:
     return key is None and not policy.tx
 
 
-def _pattern(route: Marked | str) -> Pattern:
+def _pattern(route: MarkedRoute | str) -> Pattern:
     try:
         return pattern(route) if isinstance(route, str) else route.pattern
     except ValueError as error:

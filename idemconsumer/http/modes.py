@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from idemconsumer.errors import IdemConsumerError, StoreUnavailable
-from idemconsumer.http.messages import Headers, Response
+from idemconsumer.http.exchanged import Headers, Response
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Problem
 from idemconsumer.message.message import StoredResult
@@ -29,7 +29,7 @@ class CutOff(RuntimeError):
     """The application was ended in the middle, as its process is about to be: nobody knows how far it came."""
 
 
-class Run(Protocol):
+class RunApplication(Protocol):
     """Runs the application."""
 
     def __call__(self, limit: float | None = None) -> Awaitable[Response]:
@@ -74,7 +74,7 @@ def refusal(problem: Problem) -> Answer:
 class Mode(Protocol):
     """Joined or leased."""
 
-    async def attempt(self, claim: Claim, policy: Policy, run: Run) -> Answer | Record | Running:
+    async def attempt(self, claim: Claim, policy: Policy, run: RunApplication) -> Answer | Record | Running:
         """Claim the key and, if it is ours, run and store. Or what stands on record, or who runs it now.
 
         Raises what the application raises; StoreUnavailable and Contention if nothing was done; CommitUnknown if it is

@@ -11,12 +11,12 @@ import msgspec
 
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.handlers.durations import MAX_RUN, parse_duration
-from idemconsumer.http.messages import Request, Response
+from idemconsumer.http.exchanged import Request, Response
 from idemconsumer.message import extraction, keys
 from idemconsumer.message.decoders import is_async, takes
 from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message
-from idemconsumer.ports.handler import Done, Duration, NotDone, Unknown
+from idemconsumer.ports.arguments import Done, Duration, NotDone, Unknown
 from idemconsumer.ports.requests import LostRequest
 from idemconsumer.rules.http import host_name, kept_by_default
 

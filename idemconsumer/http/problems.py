@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from idemconsumer.errors import ConfigurationError, Contention, IdemConsumerError, StoreChanged
-from idemconsumer.http.messages import Response
+from idemconsumer.http.exchanged import Response
 from idemconsumer.logs import log
 
 TYPE: Final = "urn:idemconsumer:problem:"

@@ -11,7 +11,7 @@ from idemconsumer.app.app import App
 from idemconsumer.app.following import tracing_of
 from idemconsumer.http import problems
 from idemconsumer.http.current import KEY
-from idemconsumer.http.messages import Response
+from idemconsumer.http.exchanged import Response
 from idemconsumer.http.modes import Answer
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Problem
@@ -27,7 +27,7 @@ _CANCELLED: Final = "cancelled"
 OUTCOMES: Final = ("run", "replayed", *(each.name for each in problems.ALL), _FAILED, _CANCELLED)
 
 
-class Watch:
+class DoorWatch:
     """Of one front door. It decides nothing, and what fails in it fails no request."""
 
     def __init__(self, app: App, registry: CollectorRegistry | None) -> None:
@@ -36,7 +36,7 @@ class Watch:
         self._failing = False
         if registry is not None:
             try:
-                from idemconsumer.observe.requests import numbers_in
+                from idemconsumer.observe.request_metrics import numbers_in
             except ImportError as error:
                 raise cannot_import("Idempotency(metrics=…)", error) from error
 

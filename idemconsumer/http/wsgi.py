@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, Final
 
-from idemconsumer.http.accepting import AcceptLater
+from idemconsumer.http.accept_later import AcceptLater
 from idemconsumer.http.background import background
 from idemconsumer.http.current import slot_without_key
+from idemconsumer.http.exchanged import Headers, Request, Response
 from idemconsumer.http.frameworks import FlaskRoutes
-from idemconsumer.http.idempotency import Admitted, Idempotency, Table, checked_tenant, passes
+from idemconsumer.http.idempotency import Admitted, Idempotency, RouteTable, checked_tenant, passes
 from idemconsumer.http.marks import seen
-from idemconsumer.http.messages import Headers, Request, Response
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import BODY_TOO_LARGE, Problem
 from idemconsumer.http.wsgi_exchange import Environ, StartResponse, ThreadExchange, Wsgi, respond
@@ -41,7 +41,7 @@ class IdempotencyMiddleware:
         self.app = app
         self.idempotency = idempotency
         self._flask: FlaskRoutes | None = None
-        self._table: Table | None = None
+        self._table: RouteTable | None = None
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """One request, as PEP 3333 has it."""

@@ -15,8 +15,8 @@ from typing import Any, Final, TypeAlias
 
 from idemconsumer import forks
 from idemconsumer.http.current import Slot, slot_in_thread, slot_of_task
+from idemconsumer.http.exchanged import Headers, Response
 from idemconsumer.http.frameworks import COVERED, covered
-from idemconsumer.http.messages import Headers, Response
 from idemconsumer.http.modes import Answer, CutOff, Open
 from idemconsumer.http.policy import Policy
 from idemconsumer.rules.http import bodiless, content_type, streams

@@ -40,7 +40,7 @@ class Number:
 
 
 @dataclass(slots=True)
-class Outgoing:
+class OutboxFigures:
     """Messages of the outbox: `waiting` to be sent, the oldest for so many seconds; `later`; `parked`."""
 
     waiting: int
@@ -63,11 +63,11 @@ class Found:
     letters: dict[Name, Number] = field(default_factory=dict)
     leases: Mapping[str, int] = field(default_factory=dict)
     pruned_at: float | None = None
-    outbox: dict[str, Outgoing] = field(default_factory=dict)
+    outbox: dict[str, OutboxFigures] = field(default_factory=dict)
     forwards: dict[Name, Number] = field(default_factory=dict)
 
 
-class Database:
+class DatabaseLook:
     """One connection, opened at the first look, with a deadline for everything. Not for two event loops.
 
     Whether it answers is asked in each look (O33), and has nothing to do with how long it takes to measure.
@@ -151,7 +151,7 @@ class Database:
         ((live, lost),) = await self._rows("measure_leases")
         found.leases = {"live": live, "lost": lost}
         for name, waiting, oldest, later, parked, *_ in await self._rows("status_outbox", {"most": _MOST}):
-            found.outbox[name] = Outgoing(waiting, oldest, later, parked)
+            found.outbox[name] = OutboxFigures(waiting, oldest, later, parked)
         ((found.pruned_at,),) = await self._rows("measure_pruning")
         return found
 

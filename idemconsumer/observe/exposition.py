@@ -13,12 +13,12 @@ from prometheus_client.registry import Collector
 
 from idemconsumer.certificates import expires_at
 from idemconsumer.observe.counts import Histogram
-from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.database import Found, Number
+from idemconsumer.observe.fleet import Fleet
 from idemconsumer.observe.reports import HandlerState, PoolState
 from idemconsumer.observe.texts import PREFIX, TEXTS
 from idemconsumer.rules.held_up import WORKS, HeldUp
-from idemconsumer.rules.letters import REASONS
+from idemconsumer.rules.redriven import REASONS
 from idemconsumer.rules.values import OutcomeKind
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
@@ -46,7 +46,7 @@ _POOLS: Final[Mapping[str, Callable[[PoolState], int]]] = {
 
 
 def exposition(
-    crew: Crew, found: Found | None, certificates: Mapping[str, str] | None = None, *, answer: float | None = None
+    crew: Fleet, found: Found | None, certificates: Mapping[str, str] | None = None, *, answer: float | None = None
 ) -> bytes:
     """All that is known. `found`: None when the database did not tell it, and then what only it knows is left out;
     `answer`: as `observe.database.Database` has it. `certificates`: the files of ours, by the server that they are for.
@@ -59,7 +59,7 @@ def exposition(
 class Numbers(Collector):
     """All families, also those without a sample."""
 
-    def __init__(self, crew: Crew, found: Found | None, certificates: Mapping[str, str], answer: float | None) -> None:
+    def __init__(self, crew: Fleet, found: Found | None, certificates: Mapping[str, str], answer: float | None) -> None:
         self._answer = answer
         self._crew = crew
         self._found = found
@@ -77,7 +77,7 @@ class Numbers(Collector):
         yield from _lag(self._crew, self._found)
 
 
-def _counted(crew: Crew) -> Iterator[Metric]:
+def _counted(crew: Fleet) -> Iterator[Metric]:
     counts = crew.counts
     handlers = [((crew.app, name), of) for name, of in sorted(counts.handlers.items())]
     yield _counter("deliveries", (*_HANDLER, "source"), _each(handlers, lambda of: of.deliveries))
@@ -92,7 +92,7 @@ def _counted(crew: Crew) -> Iterator[Metric]:
     yield _counter("worker_deaths", (), _one(crew.deaths))
 
 
-def _standing(crew: Crew) -> Iterator[Metric]:
+def _standing(crew: Fleet) -> Iterator[Metric]:
     reports = list(crew.reports)
     handlers = [((crew.app, name), of) for name, of in _gathered(report.handlers for report in reports)]
     yield _gauge("workers", ("state",), _named(crew.states))
@@ -142,7 +142,7 @@ def _stored(found: Found) -> Iterator[Metric]:
         yield _gauge("last_prune_timestamp_seconds", (), _one(found.pruned_at))
 
 
-def _lag(crew: Crew, found: Found | None) -> Iterator[Metric]:
+def _lag(crew: Fleet, found: Found | None) -> Iterator[Metric]:
     messages = {source: lag.messages for source, lag in crew.lag.items()}
     seconds = {source: lag.seconds for source, lag in crew.lag.items()}
     for source, of in _without_retries({} if found is None else found.queues).items():

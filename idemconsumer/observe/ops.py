@@ -16,8 +16,8 @@ import msgspec
 from idemconsumer.certificates import ours
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.logs import log
-from idemconsumer.observe.crew import Crew
-from idemconsumer.observe.database import Database
+from idemconsumer.observe.database import DatabaseLook
+from idemconsumer.observe.fleet import Fleet
 from idemconsumer.settings import Settings
 
 _PATIENCE: Final = 10.0  # seconds for one request and its answer; a look at the database has less
@@ -34,12 +34,12 @@ class Ops:
     It alone needs the library for metrics, and is 501 without it (O29).
     """
 
-    def __init__(self, crew: Crew, settings: Settings) -> None:
+    def __init__(self, crew: Fleet, settings: Settings) -> None:
         if find_spec("prometheus_client") is None:
             log.warning("no metrics", error=f"/metrics {_LACKS}")
         self._crew = crew
         self._certificates = dict(ours(settings))
-        self._database = None if settings.dsn is None else Database(settings.dsn, settings.schema)
+        self._database = None if settings.dsn is None else DatabaseLook(settings.dsn, settings.schema)
 
     @asynccontextmanager
     async def serving(self, host: str, port: int) -> AsyncIterator[None]:

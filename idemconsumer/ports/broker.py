@@ -13,7 +13,7 @@ import msgspec
 from idemconsumer.errors import BadMessage
 from idemconsumer.message.headers import sent_headers
 from idemconsumer.message.message import Message, Subscription
-from idemconsumer.message.replies import Address
+from idemconsumer.message.reply_address import Address
 
 
 class Epoch:

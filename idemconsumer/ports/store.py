@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from idemconsumer.message.message import Message
-from idemconsumer.ports.handler import Tx
+from idemconsumer.ports.arguments import Tx
 from idemconsumer.rules.habits import Habits
 
 
@@ -56,7 +56,7 @@ class NextAttempt:
 
 
 @dataclass(frozen=True, slots=True)
-class DeadLetter:
+class NewDeadLetter:
     """A message put aside for a person. A second arrival with the same `identity` is counted instead of added, and so
     is one with `again`, if there is a letter with that `content` (R24).
 

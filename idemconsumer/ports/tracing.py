@@ -26,7 +26,8 @@ class Requested:
 
 class Tracing:
     """It decides nothing, waits for nobody, and must not raise (O20). What is entered is the current span of its task,
-    and of the tasks begun there, until it is left. This one follows nothing; `observe/tracing.py` has the other."""
+    and of the tasks begun there, until it is left. This one follows nothing; the other is in
+    `observe/opentelemetry_spans.py`."""
 
     def processing(
         self, app: str, handler: str, group: str, messages: Iterable[Message], key: bytes

@@ -62,7 +62,7 @@ MEANINGS: Mapping[Exit, str] = {
 }
 
 
-class Worker(Protocol):
+class ChildWorker(Protocol):
     """What a process needs of the worker it runs."""
 
     async def run(self) -> None:
@@ -76,7 +76,7 @@ class Worker(Protocol):
         ...
 
 
-def launch(make: Callable[[], Worker], drain_timeout: float) -> Exit:
+def launch(make: Callable[[], ChildWorker], drain_timeout: float) -> Exit:
     """Run one worker in this process until it is asked to stop; `make` is called inside the loop.
 
     The first SIGTERM or SIGINT, or the parent's end, asks for a drain. A second one cancels what runs, as a
@@ -115,7 +115,7 @@ class _Stop:
 
     def __init__(self, drain_timeout: float) -> None:
         self._drain_timeout = drain_timeout
-        self._worker: Worker | None = None
+        self._worker: ChildWorker | None = None
         self._deadline: float | None = None
         self._cut_off = False
         self._asked = False
@@ -131,7 +131,7 @@ class _Stop:
                 hint="only the launcher ends a worker; raise another exception",
             )
 
-    async def serve(self, make: Callable[[], Worker]) -> Exit:
+    async def serve(self, make: Callable[[], ChildWorker]) -> Exit:
         loop = asyncio.get_running_loop()
         forks.use_worker_loop(signal.SIGTERM, signal.SIGINT, STOP_NOW)
         loop.set_exception_handler(log_unhandled)

@@ -60,7 +60,7 @@ def _say(limit: float) -> None:
 PULSE: Final = Pulse()
 
 
-class Watch:
+class PulseWatch:
     """Of one worker, in its launcher; `silent` is called, with the seconds, when its time is over: from then on it is
     `overdue`.
 

@@ -23,12 +23,12 @@ from idemconsumer.logs import log
 from idemconsumer.missing import cannot_import
 from idemconsumer.process.child import GRACE, LIFELINE, STOP_NOW, WORKER, Exit
 from idemconsumer.process.notify import ServiceManager
-from idemconsumer.process.pulse import Watch
+from idemconsumer.process.pulse import PulseWatch
 from idemconsumer.rules.backoff import backoff
 from idemconsumer.user_code.cancellation import end
 
 if TYPE_CHECKING:
-    from idemconsumer.observe.crew import Crew
+    from idemconsumer.observe.fleet import Fleet
 
 # From the deadline to SIGKILL, which is for a worker that cannot even end itself.
 _KILL_AFTER = 2 * GRACE + 1.0
@@ -96,7 +96,7 @@ class Supervisor:
         execute: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
         prepare: Callable[[], None] | None = None,
         reread: Callable[[], None] | None = None,
-        crew: Crew | None = None,
+        crew: Fleet | None = None,
     ) -> None:
         self._command = list(command)
         self._workers = workers
@@ -115,7 +115,7 @@ class Supervisor:
         self._preparing: asyncio.Future[None] | None = None
         self._manager = ServiceManager(self._environment)
         self._worked: set[int] = set()  # places whose child has been at work
-        self._watches: dict[int, Watch] = {}
+        self._watches: dict[int, PulseWatch] = {}
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._lifeline = -1
         self._burials: set[asyncio.Task[None]] = set()
@@ -283,7 +283,7 @@ class Supervisor:
     async def _live(self, index: int, changed: asyncio.Event) -> tuple[int, int, str]:
         """Start a child and wait for its end; returns its pid, its code and its last words."""
         begun = self._begun.setdefault(index, asyncio.Event())  # this one: another child will have one of its own
-        watch = self._watches[index] = Watch(lambda seconds: self._end_silent(index, seconds))
+        watch = self._watches[index] = PulseWatch(lambda seconds: self._end_silent(index, seconds))
 
         def told(kind: str, value: bytes) -> None:
             if kind == "beat":

@@ -17,7 +17,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class WorkerHealth:
     """What a launcher knows of a worker. Times in seconds.
 
     `silent`: since it last said something; `patience`: for how long its event loop may. `stalled`: feeds whose poll has
@@ -32,7 +32,7 @@ class Standing:
     lacking: Sequence[str] = ()
 
 
-def against_life(workers: Sequence[Standing], given_up: str = "") -> list[str]:
+def against_life(workers: Sequence[WorkerHealth], given_up: str = "") -> list[str]:
     """Why a restart is due. A worker that starts, waits for a server, drains or is restarted is no reason."""
     found = [given_up] if given_up else []
     for each in workers:
@@ -43,7 +43,7 @@ def against_life(workers: Sequence[Standing], given_up: str = "") -> list[str]:
     return found
 
 
-def against_readiness(workers: Sequence[Standing], wanted: int, *, stopping: bool) -> list[str]:
+def against_readiness(workers: Sequence[WorkerHealth], wanted: int, *, stopping: bool) -> list[str]:
     """Why not all of the `wanted` workers consume."""
     if stopping:
         return ["the launcher is stopping"]

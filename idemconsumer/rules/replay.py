@@ -15,7 +15,7 @@ from typing import Final
 from idemconsumer.rules.values import State, StepRow, StepState
 
 
-class Answer(Enum):
+class StepAnswer(Enum):
     """What a step gets when the handler asks for it."""
 
     OUTPUT = "output"  # it has finished: its stored output
@@ -24,14 +24,14 @@ class Answer(Enum):
     RUN = "run"
 
 
-def answer(row: StepRow | None, phase: State) -> Answer:
+def answer(row: StepRow | None, phase: State) -> StepAnswer:
     """`row` is what is recorded of the step. A call without a known outcome (INTENT) is run again, and a wait that is
     not over goes on, but never in UNDOING."""
     if row is not None and row.state is StepState.REJECTED:
-        return Answer.REJECTION
+        return StepAnswer.REJECTION
     if row is not None and row.state is not StepState.INTENT and not row.waits:
-        return Answer.OUTPUT
-    return Answer.END if phase is State.UNDOING else Answer.RUN
+        return StepAnswer.OUTPUT
+    return StepAnswer.END if phase is State.UNDOING else StepAnswer.RUN
 
 
 PATCH: Final = "patch:"  # begins the name under which it is recorded which way a saga goes at a patch (L30)

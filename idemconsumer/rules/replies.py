@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Final
 
-from idemconsumer.message.replies import Address
+from idemconsumer.message.reply_address import Address
 from idemconsumer.rules.backoff import backoff
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 
@@ -16,7 +16,7 @@ LONGEST_PAUSE: Final = 30.0  # seconds between two tries of a reply
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReplyAnswer:
     """`outcome` is `completed`, with the handler's result as body (`null` where it returned None), or `rejected`, with
     the rejection (`{"code":…,"body":…}`)."""
 
@@ -25,7 +25,7 @@ class Answer:
     content_type: str
 
 
-def answer_of(outcome: Outcome) -> Answer | None:
+def answer_of(outcome: Outcome) -> ReplyAnswer | None:
     """The same for the first delivery and for each duplicate, since it is what is stored (D21). None: not decided, so
     there is nothing to answer. A dead letter waits for a person (D22)."""
     if outcome.kind not in (OutcomeKind.APPLIED, OutcomeKind.DUPLICATE, OutcomeKind.FAILED):
@@ -33,12 +33,12 @@ def answer_of(outcome: Outcome) -> Answer | None:
     if outcome.state not in (State.COMPLETED, State.FAILED):
         return None
     body = b"null" if outcome.result is None else outcome.result
-    return Answer(
+    return ReplyAnswer(
         COMPLETED if outcome.state is State.COMPLETED else REJECTED, body, outcome.content_type or "application/json"
     )
 
 
-def reply_id(key: bytes, address: Address, answer: Answer) -> str:
+def reply_id(key: bytes, address: Address, answer: ReplyAnswer) -> str:
     """The message id of a reply: the same each time that this request is answered, and for no other one (D21)."""
     correlation = address.correlation or b""
     correlation = correlation.encode("utf-8", "surrogatepass") if isinstance(correlation, str) else correlation

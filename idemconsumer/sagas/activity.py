@@ -21,7 +21,7 @@ MOST_REFUSED: Final = 100  # operations; a handler that asks for more does not s
 _LOOK: Final = 1.0  # seconds between two looks, while steps of other branches run
 
 
-class Paused(OfTheEngine):
+class OnlyWaits(OfTheEngine):
     """Nothing is left of the run but these waits."""
 
     def __init__(self, waits: tuple[str, ...]) -> None:
@@ -129,7 +129,7 @@ class Activity:
         try:
             while (left := again - self._loop.time()) > 0 and not stopped():
                 if not (stay := self._stays()):
-                    raise Paused(tuple(self.waits))
+                    raise OnlyWaits(tuple(self.waits))
                 self._changed.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(left, stay)):

@@ -28,21 +28,21 @@ from idemconsumer.errors import (
 )
 from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules import saga as rules
 from idemconsumer.rules.replay import PATCH, ordered
 from idemconsumer.rules.saga import ANY_VERSION, LastResort, Start
 from idemconsumer.rules.values import Outcome, State
 from idemconsumer.rules.verdicts import MAX_CONTENTION, contention_pause, refused
-from idemconsumer.sagas.activity import Paused
+from idemconsumer.sagas.activity import OnlyWaits
 from idemconsumer.sagas.children import Children, ChildRuns
 from idemconsumer.sagas.comparison import Comparison, both_lists
-from idemconsumer.sagas.endings import Endings, describe_in
 from idemconsumer.sagas.order import Order
 from idemconsumer.sagas.outputs import WINDOW, Outputs
-from idemconsumer.sagas.probes import Held
+from idemconsumer.sagas.probes import NotCalled
 from idemconsumer.sagas.run import Replayed, SagaRun
+from idemconsumer.sagas.saga_endings import SagaEndings, describe_in
 from idemconsumer.sagas.step import step_key
 from idemconsumer.sagas.steps import StepFunctions, Steps
 from idemconsumer.sagas.undo import NotUndone, undo_all
@@ -63,7 +63,7 @@ class Attempt:
     def __init__(
         self,
         work: Work,
-        endings: Endings,
+        endings: SagaEndings,
         functions: StepFunctions,
         contended: Contended,
         lost_connections: LostConnections,
@@ -205,9 +205,9 @@ class Attempt:
 
     async def _end(self, run: SagaRun, value: object, error: BaseException | None) -> Outcome:
         cause = self._cause(run, error)
-        if isinstance(cause, Paused):
+        if isinstance(cause, OnlyWaits):
             return await self._endings.pause(cause.waits)
-        if isinstance(cause, Held):
+        if isinstance(cause, NotCalled):
             return await self._endings.release(cause.seconds, held=True)
         if isinstance(cause, RunEagerly):
             raise cause
@@ -294,7 +294,7 @@ class Attempt:
         _, error = await run_isolated(run.resolve(await self._leases.steps(self._saga.key)))
         if error is None:
             return None
-        if isinstance(error, Held):
+        if isinstance(error, NotCalled):
             return await self._endings.release(error.seconds, held=True)
         if rules.undecided(error) or rules.parked(error):
             raise error
@@ -311,7 +311,7 @@ class Attempt:
         try:
             steps = dataclasses.replace(run.steps, saga=saga)
             await undo_all(steps, run.compared.asked, None if replayed else cause)
-        except Held as held:
+        except NotCalled as held:
             return await endings.release(held.seconds, held=True)
         except ChildRuns as runs:
             return await endings.pause_undo(runs.child)

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any, Final, Generic, TypeVar
 
 from idemconsumer.errors import OfTheEngine, SagaMisused
-from idemconsumer.rules.replay import Answer
+from idemconsumer.rules.replay import StepAnswer
 from idemconsumer.rules.values import StepRow
 
 T = TypeVar("T")
@@ -49,11 +49,11 @@ class Group:
     def stopped(self) -> bool:
         return self._stopped or (self.parent is not None and self.parent.stopped)
 
-    def ends_before(self, row: StepRow | None, answer: Answer, *, ended: bool) -> bool:
+    def ends_before(self, row: StepRow | None, answer: StepAnswer, *, ended: bool) -> bool:
         """Whether a branch that comes to this step ends there. `ended`: the handler has. A call of unknown outcome is
         run all the same, or nobody would learn how it ended (L4)."""
         begins = row is None or row.waits
-        return answer is Answer.END or (answer is Answer.RUN and (ended or (self.stopped and begins)))
+        return answer is StepAnswer.END or (answer is StepAnswer.RUN and (ended or (self.stopped and begins)))
 
     def refuse(self, name: str, *, end: bool) -> NotBegun:
         """`end`: the saga is undone, so this step ends its branch."""

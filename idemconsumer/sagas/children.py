@@ -15,8 +15,8 @@ from idemconsumer.handlers.durations import MAX_DURATION, parse_duration
 from idemconsumer.handlers.handler import BoundHandler, Starter
 from idemconsumer.message import arguments, codecs, keys
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.handler import Child, Duration, OnExisting, Tx
-from idemconsumer.ports.leases import Kinship, LeasedSaga
+from idemconsumer.ports.arguments import Child, Duration, OnExisting, Tx
+from idemconsumer.ports.leased_saga import Kinship, LeasedSaga
 from idemconsumer.rules.saga import CHILD, CONFLICT, EXISTS
 from idemconsumer.rules.values import State, StepKind
 from idemconsumer.rules.verdicts import Verdict, judge

@@ -12,8 +12,8 @@ from typing import Final
 from idemconsumer.engine.failing import Failing, Function, Subject
 from idemconsumer.errors import OfTheEngine
 from idemconsumer.message.keys import tenant_of
-from idemconsumer.ports.leases import LeasedSaga
-from idemconsumer.rules import failing
+from idemconsumer.ports.leased_saga import LeasedSaga
+from idemconsumer.rules import breaker as failing
 from idemconsumer.rules.verdicts import refused
 
 _LOOK: Final = 0.02  # seconds
@@ -22,7 +22,7 @@ _PATIENCE: Final = 3.0  # the same of any other one: the good ones may be behind
 _LONGEST: Final = 30.0  # seconds that a saga waits for a function that may work again at any time
 
 
-class Held(OfTheEngine):
+class NotCalled(OfTheEngine):
     """The function is not called: another saga tries it, or it has just failed. This one is to ask in `seconds`."""
 
     def __init__(self, seconds: float) -> None:
@@ -85,7 +85,7 @@ class Probes:
         self._turns: dict[Subject, _Turns] = {}
 
     def trying(self, fn: Function, saga: LeasedSaga, fail_on: tuple[type[Exception], ...] = ()) -> _Trying:
-        """Around a call of a step's function, or of its undo. Raises Held where another saga has to come first."""
+        """Around a call of a step's function, or of its undo. Raises NotCalled where another saga has to come first."""
         return _Trying(self, fn, saga, fail_on)
 
     @property
@@ -113,7 +113,7 @@ class Probes:
             if now() >= max(due, turns.taken + failing.HANGS):
                 return turns.take(now(), again=has_failed)
             if max(now(), due) >= deadline:
-                raise Held(self._seconds(its))
+                raise NotCalled(self._seconds(its))
             await asyncio.sleep(max(_LOOK, due - now()))
         return None
 

@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 
 from idemconsumer.errors import OfTheEngine, Reject, SagaChanged, SagaMisused, SagaParked, SelfCancelled, UnknownEffect
 from idemconsumer.rules import replay
-from idemconsumer.rules.replay import Answer
+from idemconsumer.rules.replay import StepAnswer
 from idemconsumer.rules.saga import unknown_calls
 from idemconsumer.rules.values import State, StepKind, StepRow, StepState
 from idemconsumer.sagas.activity import Activity
@@ -216,12 +216,12 @@ class SagaRun:
 
     async def _replay_or_run(self, spec: StepSpec, row: StepRow | None) -> Any:
         answer, group = replay.answer(row, self._phase), group_of(self)
-        end = answer is Answer.END
+        end = answer is StepAnswer.END
         if group is not None and group.ends_before(row, answer, ended=self._ended) and not (end and is_patch(spec)):
             raise group.refuse(spec.name, end=end)
         if row is None and is_patch(spec):
             return await self._decide(spec)
-        if answer is Answer.RUN:
+        if answer is StepAnswer.RUN:
             if not self.activity.in_branch:  # a branch's steps have no fixed place
                 self.compared.check_nothing_passed_over(at_end=False)
             if (row is None or row.waits) and self._replaying:
@@ -236,7 +236,7 @@ class SagaRun:
             await self.await_other_branches(row)
             raise Replayed(spec.name)
         assert row is not None
-        if answer is Answer.REJECTION:
+        if answer is StepAnswer.REJECTION:
             if group is None:
                 await self.await_other_branches(row)
             else:  # it asks for what else it has first

@@ -13,7 +13,7 @@ from typing import Any, Final
 from idemconsumer.errors import BadMessage, Reject, SagaChanged, SagaMisused, SignalTimeout
 from idemconsumer.message import arguments, codecs
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.handler import First
+from idemconsumer.ports.arguments import First
 from idemconsumer.rules.backoff import Backoff
 from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.values import StepKind, StepRow

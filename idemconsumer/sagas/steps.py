@@ -21,8 +21,8 @@ from idemconsumer.errors import Reject, SagaMisused, UnknownEffect
 from idemconsumer.logs import log
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.handler import Done, NotDone, Unknown
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.arguments import Done, NotDone, Unknown
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.ports.tracing import NO_TRACING, Tracing
 from idemconsumer.rules.habits import Habits

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from idemconsumer.errors import ConfigurationError, HandlerError, SagaMisused
 from idemconsumer.handlers.durations import MAX_DURATION, parse_duration
 from idemconsumer.handlers.options import resolve
-from idemconsumer.ports.handler import Child, Done, Duration, First, NotDone, OnExisting, Step, Tx, Unknown
+from idemconsumer.ports.arguments import Child, Done, Duration, First, NotDone, OnExisting, Step, Tx, Unknown
 from idemconsumer.rules.backoff import Backoff
 from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.saga import wrong_name

@@ -20,19 +20,19 @@ from psycopg.pq.abc import PGresult
 from idemconsumer.errors import CommitUnknown, ConfigurationError, GuardViolated, StoreChanged
 from idemconsumer.logs import log
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.store import Claim, DeadLetter, LoggedDeliveries
+from idemconsumer.ports.store import Claim, LoggedDeliveries, NewDeadLetter
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.habits import Habits
 from idemconsumer.rules.values import Found, State
 from idemconsumer.sql.answering import PATIENCE
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.stores.answers import loaded, outcomes
+from idemconsumer.stores.checkout import Lending
 from idemconsumer.stores.columns import Statement, columns_of, dead_letter, in_hand, shown, stored_columns, taking
-from idemconsumer.stores.lending import Lending
 from idemconsumer.stores.literals import bytea_array, clean, float8_array
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.server import is_durable
-from idemconsumer.stores.session import LOCK_TIMEOUT, Session
+from idemconsumer.stores.session import LOCK_TIMEOUT, PoolSession
 from idemconsumer.stores.sqlstates import (
     GUARD,
     NOT_DURABLE,
@@ -67,7 +67,7 @@ class PostgresClaims:
     """One open transaction for one group: its effects, records and results are one commit (R4). What `OpenTransaction`
     has is described there. Also what sagas and admin commands send, under the same guard."""
 
-    def __init__(self, pool: Pool, connection: Session, group: int, gate: str | None) -> None:
+    def __init__(self, pool: Pool, connection: PoolSession, group: int, gate: str | None) -> None:
         self._pool = pool
         self._queries = pool.queries
         self._connection = connection
@@ -211,7 +211,7 @@ class PostgresClaims:
         params = {"key": claim.key, "scope": claim.scope, "error": clean(error)}
         return int((await self.send("count_attempt", params))[0][0])
 
-    async def write_letter(self, letter: DeadLetter, key: bytes | None) -> int:
+    async def write_letter(self, letter: NewDeadLetter, key: bytes | None) -> int:
         """The id of the letter, which may be one that is counted once more."""
         await self.begin()
         ((number,),) = await self.send(*dead_letter(letter, key))

@@ -13,7 +13,7 @@ import msgspec
 from idemconsumer.errors import CannotKeep
 from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.store import Claim, DeadLetter, LoggedDeliveries
+from idemconsumer.ports.store import Claim, LoggedDeliveries, NewDeadLetter
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.literals import clean
@@ -98,7 +98,7 @@ def _written(result: StoredResult) -> bytes | None:
 
 
 # --------------------------------------------------------------------------------- dead letters and the delivery log
-def dead_letter(letter: DeadLetter, key: bytes | None) -> Statement:
+def dead_letter(letter: NewDeadLetter, key: bytes | None) -> Statement:
     params = {each.name: getattr(letter, each.name) for each in fields(letter)}
     params |= {"key": key, "headers": encode_headers(letter.headers)}
     texts = ("handler", "scope", "source", "position", "reason", "error", "traceback")

@@ -24,7 +24,7 @@ import psycopg
 from idemconsumer.duty import Duty, within
 from idemconsumer.errors import Fenced, StoreUnavailable
 from idemconsumer.logs import log
-from idemconsumer.ports.leases import Runs
+from idemconsumer.ports.leased_saga import Runs
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.lease import MARGIN, may_begin
 from idemconsumer.sql.answering import BlockingConnection

@@ -14,13 +14,13 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.requests import Held, RequestStore, Running
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Record, State
-from idemconsumer.stores.redis.copies import Copies, Look
+from idemconsumer.stores.redis.copies import Copies, CopyLook
 
 
 @dataclass(slots=True)
 class _Mine:
     claim: Claim
-    look: Look
+    look: CopyLook
     asked_at: float | None = None  # when its end was asked for first
 
 

@@ -11,17 +11,17 @@ from idemconsumer.message.delivered import storable_text
 from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.message.origin import Pending, with_origin
-from idemconsumer.ports.store import Claim, DeadLetter, LoggedDeliveries, NextAttempt
+from idemconsumer.ports.store import Claim, LoggedDeliveries, NewDeadLetter, NextAttempt
 from idemconsumer.rules.values import Mark, Record, State
+from idemconsumer.stores.agreed_hashing import settle_hashing
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.claims import PostgresClaims, transaction
 from idemconsumer.stores.columns import columns_of, shown
 from idemconsumer.stores.grants import Kind
-from idemconsumer.stores.hashing import settle_hashing
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.pool import Pool
-from idemconsumer.stores.readings import PostgresReading
 from idemconsumer.stores.shared_reads import Looks
+from idemconsumer.stores.suspect_readings import PostgresReading
 
 
 class PostgresStore:
@@ -226,7 +226,7 @@ class PostgresStore:
         found = await self._finalise(claim, State.FAILED, rejection, None)
         return found if isinstance(found, Record) else None
 
-    async def bury(self, letter: DeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()) -> Record | int:
+    async def bury(self, letter: NewDeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()) -> Record | int:
         """Write the dead letter and, where a claim is given, the record DEAD, in one transaction; its attempts, and
         those of `forget`, are deleted in it.
 
@@ -246,7 +246,7 @@ class PostgresStore:
         claim: Claim | None,
         state: State,
         result: StoredResult | None,
-        letter: DeadLetter | None,
+        letter: NewDeadLetter | None,
         forget: Sequence[bytes] = (),
     ) -> Record | int:
         """The id of the letter, 0 without one; or the record that a rival has left."""

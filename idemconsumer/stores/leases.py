@@ -23,8 +23,8 @@ from idemconsumer.message.delivered import encode_delivered, with_delivered
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.message.origin import parent_of
-from idemconsumer.ports.leases import Kinship, LeasedSaga, Look
-from idemconsumer.ports.store import Claim, DeadLetter
+from idemconsumer.ports.leased_saga import DueLook, Kinship, LeasedSaga
+from idemconsumer.ports.store import Claim, NewDeadLetter
 from idemconsumer.rules.saga import ANY_VERSION, CANCELLED, CONFLICT
 from idemconsumer.rules.values import Found, State, StepKind, StepRow, StepState
 from idemconsumer.stores.claims import PostgresClaims, transaction
@@ -51,7 +51,7 @@ VERSION_GRACE: Final = 600.0  # seconds; a deployment that is taken back brings 
 _ANY: Final[Mapping[tuple[str, str], str | None]] = MappingProxyType({})
 
 
-class Lease(Protocol):
+class SagaLeaseHolder(Protocol):
     """The owner of these sagas: the id of this process's row in `worker`, replaced after a lost lease."""
 
     @property
@@ -74,7 +74,7 @@ class PostgresLeases:
     def __init__(
         self,
         pool: Pool,
-        lease: Lease,
+        lease: SagaLeaseHolder,
         versions: Mapping[tuple[str, str], str | None] = _ANY,
         *,
         grace: float = VERSION_GRACE,
@@ -125,7 +125,7 @@ class PostgresLeases:
         rows = await self._pool.alone("own_sagas", {"worker": self._lease.worker, "key": key})
         return [(key, token) for key, token in rows]
 
-    async def look(self, app: str, handlers: Sequence[str], queues: Sequence[str] = ()) -> Look:
+    async def look(self, app: str, handlers: Sequence[str], queues: Sequence[str] = ()) -> DueLook:
         """Whether there is anything to take, in one statement that changes nothing (L32); also from these Postgres
         queues (L61). Without them it waits for no lock on their tables (L67)."""
         asked = self._ours(app, handlers) | {"ahead": _AHEAD, "queues": list(queues)}
@@ -133,7 +133,7 @@ class PostgresLeases:
         own = [(key, token) for _, _, key, token, *_ in rows if key is not None]
         due = {handler: seconds for handler, seconds, *_ in rows if handler is not None}
         cancelled = [key for _, _, key, _, cancel, _ in rows if key is not None and cancel is not None]
-        return Look(own, due, cancelled, {queue: seconds for _, seconds, *_, queue in rows if queue is not None})
+        return DueLook(own, due, cancelled, {queue: seconds for _, seconds, *_, queue in rows if queue is not None})
 
     async def take(
         self,
@@ -358,7 +358,7 @@ class PostgresLeases:
             params |= {"heeded": saga.cancel is not None, "held": held}
             await claims.complete([], [], more=[("release_saga", params)])
 
-    async def park(self, saga: LeasedSaga, letter: DeadLetter) -> int:
+    async def park(self, saga: LeasedSaga, letter: NewDeadLetter) -> int:
         """Record DEAD, dead letter, and the saga's row put aside for a person, in one commit. Returns the
         letter's id."""
         async with self._locked(saga) as claims:

@@ -22,7 +22,7 @@ from psycopg.pq.abc import PGconn, PGresult
 from idemconsumer.errors import HandlerFault
 from idemconsumer.sql.answering import Exchange
 from idemconsumer.stores.connection import nothing
-from idemconsumer.stores.session import Session
+from idemconsumer.stores.session import PoolSession
 
 RV = TypeVar("RV")
 
@@ -50,7 +50,7 @@ class LentConnection(psycopg.AsyncConnection[Any]):
     """Valid until `end`."""
 
     def __init__(
-        self, lender: Session, rewrite: Callable[[Any], Any], blame: Callable[[psycopg.Error], BaseException]
+        self, lender: PoolSession, rewrite: Callable[[Any], Any], blame: Callable[[psycopg.Error], BaseException]
     ) -> None:
         self._over = False
         self._loop = asyncio.get_running_loop()

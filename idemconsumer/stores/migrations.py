@@ -27,7 +27,7 @@ from idemconsumer.redaction import error_text
 from idemconsumer.sql.answering import BlockingConnection
 from idemconsumer.sql.connecting import connect as connect_own
 from idemconsumer.sql.queries import check_schema, takes_no_writes
-from idemconsumer.stores.waiting_for_locks import LOCKS, Waiting, asking_shortly
+from idemconsumer.stores.waiting_for_locks import LOCKS, LockWaiting, asking_shortly
 
 _FILE = re.compile(r"(\d{4})_(\w+)\.sql")
 _CONNECT_SECONDS = 10
@@ -107,7 +107,7 @@ def apply(
     get a lock for a short time, again and again (R32). Parameters and errors are as for `migrate`.
     """
     check_schema(schema)
-    waiting = Waiting(LOCKS if wait is None else wait, say)
+    waiting = LockWaiting(LOCKS if wait is None else wait, say)
     while True:
         try:
             with waiting.counted(lambda: connect(dsn)) as connection, _rights(connection, schema):

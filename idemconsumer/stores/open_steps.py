@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import Begun, Kinship, LeasedSaga
+from idemconsumer.ports.leased_saga import Begun, Kinship, LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Record, State, StepState
 from idemconsumer.stores.claims import PostgresClaims

@@ -29,7 +29,7 @@ from idemconsumer.sql.queries import load
 from idemconsumer.stores.answers import loaded
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.literals import written
-from idemconsumer.stores.session import Session, SessionRules
+from idemconsumer.stores.session import PoolSession, SessionRules
 from idemconsumer.stores.sharing import PARTY, Sharing
 from idemconsumer.stores.slow_commits import SlowCommits
 from idemconsumer.stores.sqlstates import NOT_DURABLE, may_be_changed, not_durable, translate
@@ -49,7 +49,7 @@ _SCOPES: Final = 10_000  # that a process remembers, about 2 MB
 _SCOPES_FOR: Final = 43_200.0  # seconds: R30, far less than the days in which a scope goes
 
 
-class _Connections(AsyncConnectionPool[Session]):
+class _Connections(AsyncConnectionPool[PoolSession]):
     @classmethod
     async def worker(cls, q: Any) -> None:
         """The pool's own goes on if it is cancelled while it connects, and a loop that ends would wait for it for ever
@@ -102,7 +102,7 @@ class Pool:
         self._sharing = Sharing(connections, parties)
         self._rules = SessionRules(dsn, longest_run, lease, beside)
         self._refused: ConfigurationError | None = None
-        self._in_use: set[Session] = set()
+        self._in_use: set[PoolSession] = set()
         self._pool = _Connections(
             self._rules.conninfo,
             kwargs={"failed": self._failed},
@@ -110,7 +110,7 @@ class Pool:
             max_size=connections,
             max_idle=_IDLE_SECONDS,
             reconnect_timeout=0,  # the worker has its own backoff; the pool's would outlast the outage
-            connection_class=Session,
+            connection_class=PoolSession,
             configure=self._configure,
             open=False,
             name="idemconsumer",
@@ -151,7 +151,7 @@ class Pool:
             await self.slow_commits.close()
 
     @asynccontextmanager
-    async def connection(self) -> AsyncIterator[Session]:
+    async def connection(self) -> AsyncIterator[PoolSession]:
         """One for the caller alone. What is open on it at the end is rolled back, and what was changed is reset (J21).
 
         Raises StoreUnavailable, or ConfigurationError for a session on which our rules would not hold (R17).
@@ -189,7 +189,7 @@ class Pool:
                         connection.unwatch()
                     await self._pool.putconn(connection)
 
-    async def _leave(self, connection: Session) -> None:
+    async def _leave(self, connection: PoolSession) -> None:
         """Roll back what is open (J15), and reset what was changed (J21). A connection that is not idle then is closed,
         and the pool drops it."""
         if connection.closed or (connection.idle and not connection.changed):
@@ -208,7 +208,7 @@ class Pool:
         if not connection.idle:
             await connection.close()
 
-    async def reset(self, connection: Session) -> None:
+    async def reset(self, connection: PoolSession) -> None:
         """Roll back, and make the session what it was: in one message, behind which a pooler gives it away."""
         idle = connection.info.transaction_status == pq.TransactionStatus.IDLE
         await connection.simple((b"" if idle else b"rollback; ") + self.queries["reset_session"] + connection.again)
@@ -220,7 +220,7 @@ class Pool:
         if nobody_listens(error):
             self._unheard_at = time.monotonic()
 
-    async def _configure(self, connection: Session) -> None:
+    async def _configure(self, connection: PoolSession) -> None:
         connection.patience = _READY_SECONDS
         try:
             await self._rules.prepare(connection)
@@ -230,7 +230,7 @@ class Pool:
         connection.made, connection.schema = time.monotonic(), self.schema
         self.forget_scopes()  # it may lead to a standby or a backup, which lacks the last of them
 
-    async def _answering(self, outside: CancellationWatch) -> Session:
+    async def _answering(self, outside: CancellationWatch) -> PoolSession:
         """One whose server has not ended it while it rested (R21), and that was made since another fell silent: those
         that rested meanwhile go the same way (R20). So do those on which something was prepared for a schema that has
         changed (J28)."""
@@ -244,7 +244,7 @@ class Pool:
             await connection.close()
             await self._pool.putconn(connection)
 
-    async def _given(self, outside: CancellationWatch) -> Session:
+    async def _given(self, outside: CancellationWatch) -> PoolSession:
         """The pool tries to connect once for who asks, and says nothing when that fails: so ask again (R8)."""
         began = time.monotonic()
         while True:
@@ -260,7 +260,7 @@ class Pool:
                 if self._refused or time.monotonic() >= began + _ACQUIRE_SECONDS:
                     raise PoolTimeout(f"none within {_ACQUIRE_SECONDS:g} s: {self._failure}".rstrip(": ")) from None
 
-    async def waits_for_lock(self, connection: Session) -> bool:
+    async def waits_for_lock(self, connection: PoolSession) -> bool:
         """Whether a statement on `connection` waits for a lock, as its server says to a connection of its own: the pool
         may have none left. False if there is no answer within a second."""
         with suppress(psycopg.Error, OSError, TimeoutError):
@@ -287,7 +287,7 @@ class Pool:
         ((born,),) = await self.read("born", {})
         return str(born)
 
-    async def scope_ids(self, connection: Session, claims: Sequence[Claim]) -> list[int]:
+    async def scope_ids(self, connection: PoolSession, claims: Sequence[Claim]) -> list[int]:
         """Ids of the scopes. Those that this process has not met lately are looked up together, and new ones committed
         on the spot, on this same connection (J16: a second could be waited for by every lane at once)."""
         if time.monotonic() - self._scopes_since > _SCOPES_FOR:
@@ -340,7 +340,7 @@ class Pool:
 
             return await self._done(connection, look)
 
-    async def run(self, connection: Session, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+    async def run(self, connection: PoolSession, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         """As `alone`, on a connection with no open transaction.
 
         It is one simple query, which is answered whole or not at all: of psycopg's pipelines a cancellation may leave
@@ -354,7 +354,7 @@ class Pool:
 
         return await self._done(connection, run)
 
-    async def _done(self, connection: Session, act: Callable[[], Awaitable[T]]) -> T:
+    async def _done(self, connection: PoolSession, act: Callable[[], Awaitable[T]]) -> T:
         """What it returns. If a changed session may be why it fails, it is done again after a reset (J25)."""
         try:
             try:
@@ -367,7 +367,7 @@ class Pool:
         except psycopg.Error as error:
             raise cause_of(connection, error) from error
 
-    def written(self, connection: Session, name: str, params: Mapping[str, object]) -> bytes:
+    def written(self, connection: PoolSession, name: str, params: Mapping[str, object]) -> bytes:
         """A statement as it is sent on this connection."""
         return written(self.queries[name], params, connection)
 

@@ -221,7 +221,7 @@ class Server(msgspec.Struct, frozen=True):
     autovacuum: bool
 
 
-class Table(msgspec.Struct, frozen=True):
+class TunedTable(msgspec.Struct, frozen=True):
     """`share`: of its rows, dead ones, after which autovacuum comes."""
 
     name: str
@@ -235,7 +235,7 @@ async def advice(dsn: str, schema: str) -> list[str]:
     async with _asked(dsn) as connection:
         row = await _row(connection, _TUNED, {"schema": schema})
         tables = await (await connection.execute(_TABLES, {"schema": schema})).fetchall()
-    return [*of_server(Server(*row)), *of_tables(schema, [Table(*each) for each in tables])]
+    return [*of_server(Server(*row)), *of_tables(schema, [TunedTable(*each) for each in tables])]
 
 
 def wal_gb(records: float) -> int:
@@ -277,7 +277,7 @@ def of_server(server: Server) -> list[str]:
     return found
 
 
-def of_tables(schema: str, tables: list[Table]) -> list[str]:
+def of_tables(schema: str, tables: list[TunedTable]) -> list[str]:
     found = []
     for table in tables:
         name = sql.Identifier(schema, table.name).as_string(None)

@@ -74,7 +74,7 @@ class _Bound:
         return seconds > 0 and self.least <= seconds <= self.most
 
 
-class Session(Connection):
+class PoolSession(Connection):
     """A connection of the pool. `pooled`: what it leads to may be another session in each transaction."""
 
     pooled = False
@@ -109,7 +109,7 @@ class Session(Connection):
         return [self.pgconn.parameter_status(name) for name in _REPORTED]
 
     @classmethod
-    async def connect(cls, conninfo: str = "", **more: Any) -> Session:
+    async def connect(cls, conninfo: str = "", **more: Any) -> PoolSession:
         """See `psycopg.AsyncConnection.connect`; without settings where a pooler refuses them. `failed`, if it is
         given, is told why there is no connection, which a pool tells nobody."""
         failed: Callable[[psycopg.OperationalError], None] | None = more.pop("failed", None)
@@ -147,9 +147,9 @@ class SessionRules:
         bounds = {name: bound.asked for name, bound in self._bounds.items()}
         self.conninfo = _conninfo(dsn, bounds | self._exact | RESTING)
 
-    async def connect(self) -> Session:
+    async def connect(self) -> PoolSession:
         """As the pool does it, for statements of our own alone. Raises psycopg.OperationalError, or as `prepare`."""
-        connection = await Session.connect(self.conninfo, context=ADAPTERS)
+        connection = await PoolSession.connect(self.conninfo, context=ADAPTERS)
         try:
             await self.prepare(connection)
         except BaseException:
@@ -157,7 +157,7 @@ class SessionRules:
             raise
         return connection
 
-    async def prepare(self, connection: Session) -> None:
+    async def prepare(self, connection: PoolSession) -> None:
         """Make a new connection ready. Raises ConfigurationError for one on which a rule of ours would not hold."""
         # J7: the engine alone sends BEGIN. What a handler runs after a ROLLBACK of its own is by itself, and read-only.
         await connection.set_autocommit(True)
@@ -188,13 +188,13 @@ class SessionRules:
         else:
             connection.prepare_threshold = _PREPARE_THRESHOLD
 
-    async def _read(self, connection: Session) -> dict[str, str]:
+    async def _read(self, connection: PoolSession) -> dict[str, str]:
         others = ("session_replication_role", "client_encoding", _WHOLE)
         names = ",".join([*self._bounds, *self._exact, *others])
         cursor = await OwnCursor(connection).execute(_SETTINGS, {"names": names})
         return dict(await cursor.fetchall())
 
-    async def _lost(self, connection: Session) -> dict[str, str]:
+    async def _lost(self, connection: PoolSession) -> dict[str, str]:
         """What the address itself asks for and a pooler dropped (R18), with what is there instead."""
         if not self._asked or not connection.pooled:  # directly, startup options come after those of the role
             return {}
@@ -218,7 +218,7 @@ class SessionRules:
         return wrong
 
 
-def _again(connection: Session) -> bytes:
+def _again(connection: PoolSession) -> bytes:
     """Sets what libpq asked for when it connected, and a pooler passes on: PGTZ, PGDATESTYLE, the address's own."""
     values = {name: connection.pgconn.parameter_status(name.encode()) for name in _TOLD}
     settings = [

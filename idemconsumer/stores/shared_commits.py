@@ -18,7 +18,7 @@ from psycopg.pq.abc import PGresult
 
 from idemconsumer.errors import CommitUnknown, Fenced, SagaCancelled, StoreUnavailable
 from idemconsumer.logs import log
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record
 from idemconsumer.stores.answers import begun

@@ -12,7 +12,7 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.logs import log
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.stores.connection import Connection
-from idemconsumer.stores.session import Session
+from idemconsumer.stores.session import PoolSession
 
 _ASK_EVERY: Final = 5.0
 _PATIENCE: Final = 5.0
@@ -29,13 +29,13 @@ class SlowCommits:
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
-        self._slow: set[Session] = set()
+        self._slow: set[PoolSession] = set()
         self._hanging = False
         self._asking = Duty(self._ask)
 
     def add(self, connection: Connection) -> None:
         """Its COMMIT has had no answer for seconds."""
-        if isinstance(connection, Session):
+        if isinstance(connection, PoolSession):
             self._slow.add(connection)
         self._asking.start()
 
@@ -55,7 +55,7 @@ class SlowCommits:
                 connection.heard()
         return _ASK_EVERY
 
-    async def _waiting(self, slow: Collection[Session]) -> set[Session]:
+    async def _waiting(self, slow: Collection[PoolSession]) -> set[PoolSession]:
         pids = {connection.server_pid: connection for connection in slow}
         async with await connect_async(self._dsn, connect_timeout=5) as other:
             other.patience = _PATIENCE

@@ -13,11 +13,11 @@ from psycopg.pq.abc import PGresult
 from psycopg.rows import class_row, dict_row, scalar_row, tuple_row
 
 from idemconsumer.errors import ConfigurationError, HandlerFault, RunEagerly
-from idemconsumer.ports.handler import Params, Tx
+from idemconsumer.ports.arguments import Params, Tx
 from idemconsumer.rules.habits import Habits
 from idemconsumer.stores.ahead import Sent
+from idemconsumer.stores.checkout import Lending
 from idemconsumer.stores.connection import Connection
-from idemconsumer.stores.lending import Lending
 from idemconsumer.stores.lent import OVER, LentConnection, check_loop
 from idemconsumer.stores.prepared import PreparedStatements
 from idemconsumer.stores.statements import Effect, is_plain, special, text_of, writes

@@ -50,7 +50,7 @@ class _Kept(Exception):
     """A lock was not given shortly; the text says which one, and who has it."""
 
 
-class Waiting:
+class LockWaiting:
     """What may be waited for altogether, in seconds, of which `say` is told."""
 
     def __init__(self, seconds: float, say: Callable[[str], None]) -> None:

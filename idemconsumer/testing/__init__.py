@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from idemconsumer.testing.kit.fixture import Idem
     from idemconsumer.testing.kit.hub import Published
     from idemconsumer.testing.kit.idem import Handled, Kit, NotQuiet
+    from idemconsumer.testing.kit.kit_sagas import SagaSeen
     from idemconsumer.testing.kit.left import Left
-    from idemconsumer.testing.kit.sagas import SagaSeen
     from idemconsumer.testing.matrix import crash_matrix
     from idemconsumer.testing.matrix_process import MatrixDelivery
     from idemconsumer.testing.matrix_report import MatrixReport, WrongRun
@@ -77,7 +77,7 @@ _HOMES: Final = {
     "testing.kit.hub": ["Published"],
     "testing.kit.idem": ["Handled", "Kit", "NotQuiet"],
     "testing.kit.left": ["Left"],
-    "testing.kit.sagas": ["SagaSeen"],
+    "testing.kit.kit_sagas": ["SagaSeen"],
     "testing.matrix": ["crash_matrix"],
     "testing.matrix_process": ["MatrixDelivery"],
     "testing.matrix_report": ["MatrixReport", "WrongRun"],

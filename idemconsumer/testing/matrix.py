@@ -12,7 +12,7 @@ from idemconsumer.message.codecs import encode
 from idemconsumer.message.message import Message
 from idemconsumer.settings import Settings, load
 from idemconsumer.stores.migrations import migrate
-from idemconsumer.testing.matrix_database import Contents, Database
+from idemconsumer.testing.matrix_database import Contents, MatrixDatabase
 from idemconsumer.testing.matrix_process import Consume
 from idemconsumer.testing.matrix_report import MatrixReport, WrongRun, compared
 from idemconsumer.testing.matrix_running import Delivered, Process, Processes
@@ -60,7 +60,7 @@ async def crash_matrix(
         return await matrix_of_app(consume, message, load(), {}, dsn, tables, ignore, timeout)
     sent = _as_message(message)
     async with (
-        Database(dsn, tables, ignore) as database,
+        MatrixDatabase(dsn, tables, ignore) as database,
         Processes(consume, sent, database, wired=True) as processes,
     ):
         return await _Matrix(database, processes, timeout, Delivered()).run()
@@ -86,14 +86,16 @@ async def matrix_of_app(
     sent, schema = check_sent(app, message), settings.schema
     runs = RunsWorker(app, settings, resources)
     async with (
-        Database(dsn, tables, ignore, lambda copy: migrate(copy, schema)) as database,
+        MatrixDatabase(dsn, tables, ignore, lambda copy: migrate(copy, schema)) as database,
         Processes(runs, sent, database, wired=False) as processes,
     ):
         return await _Matrix(database, processes, timeout, Queued(database, schema, sent)).run()
 
 
 class _Matrix:
-    def __init__(self, database: Database, processes: Processes, timeout: float, broker: Delivered | Queued) -> None:
+    def __init__(
+        self, database: MatrixDatabase, processes: Processes, timeout: float, broker: Delivered | Queued
+    ) -> None:
         self._broker = broker
         self._database = database
         self._processes = processes

@@ -84,7 +84,7 @@ select exists (select from pg_stat_activity where datname = current_database() a
 """
 
 
-class Database:
+class MatrixDatabase:
     """Guaranteed: the database at `dsn` is copied, and nothing is written to it. Its rows must be few: they are put
     back before each run. What a consumer creates in the copy stays there, without rows."""
 

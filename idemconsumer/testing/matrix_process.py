@@ -32,7 +32,7 @@ SOCKET = "socket"
 class MatrixDelivery:
     """A message as a broker delivers it: the argument of `consume` in `crash_matrix`. `message` is all of it."""
 
-    def __init__(self, message: Message, channel: Channel) -> None:
+    def __init__(self, message: Message, channel: MatrixChannel) -> None:
         self.message = message
         self._channel = channel
         self._acknowledged = self._worked = False
@@ -70,7 +70,7 @@ class MatrixDelivery:
 Consume = Callable[[MatrixDelivery, str], Awaitable[object]]
 
 
-class Channel:
+class MatrixChannel:
     """To the test: lines of JSON. Each is answered before the process goes on."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -100,7 +100,7 @@ def line_of(kind: str, word: object) -> bytes:
 
 
 async def _work(folder: Path, consume: Consume, message: Message) -> NoReturn:
-    channel = Channel(*await asyncio.open_unix_connection(folder / SOCKET))
+    channel = MatrixChannel(*await asyncio.open_unix_connection(folder / SOCKET))
     dsn = await channel.ask("begun", os.getpid())
     while True:
         delivery = MatrixDelivery(message, channel)

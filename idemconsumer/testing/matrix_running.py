@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import Message
-from idemconsumer.testing.matrix_database import Database
+from idemconsumer.testing.matrix_database import MatrixDatabase
 from idemconsumer.testing.matrix_process import GIVEN, SOCKET
 from idemconsumer.testing.matrix_wire import Wire
 
@@ -46,7 +46,7 @@ class Killed(ConnectionError):
 class Processes:
     """Starts processes that have loaded the consumer. All end when this is left."""
 
-    def __init__(self, consume: Any, message: Message, database: Database, *, wired: bool) -> None:
+    def __init__(self, consume: Any, message: Message, database: MatrixDatabase, *, wired: bool) -> None:
         """`wired`: their points are the statements that they send to the database."""
         self.name = getattr(consume, "__qualname__", type(consume).__qualname__)
         module = str(getattr(inspect.unwrap(consume), "__module__", ""))

@@ -15,16 +15,16 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from idemconsumer.app.app import App
-from idemconsumer.brokers.postgres import PostgresBroker, enqueuing
+from idemconsumer.brokers.postgres_broker import PostgresBroker, enqueuing
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import Message, Subscription
 from idemconsumer.ports.broker import Bounds, Broker, Delivery, Finding, Outgoing, Unsent
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.settings import Settings
-from idemconsumer.testing.lending import NOWHERE, lent
-from idemconsumer.testing.matrix_database import Database
+from idemconsumer.testing.matrix_database import MatrixDatabase
 from idemconsumer.testing.matrix_process import MatrixDelivery
 from idemconsumer.testing.matrix_running import LONG, Ending, Process
+from idemconsumer.testing.surroundings import NOWHERE, lent
 
 _SHORT: Final = 0.15  # seconds between two points of a worker that gets on
 
@@ -72,7 +72,7 @@ def check_sent(app: App, message: object) -> Message:
 class Queued:
     """As `Delivered`: the messages are in queues of the copy, and a worker runs until they are empty."""
 
-    def __init__(self, database: Database, schema: str, message: Message) -> None:
+    def __init__(self, database: MatrixDatabase, schema: str, message: Message) -> None:
         self._database, self._schema = database, schema
         outgoing = Outgoing(message.body, message.headers, message.message_id)
         self._enqueue = enqueuing(schema, queue_of(message.source), outgoing)

@@ -60,10 +60,10 @@ def idem_databases() -> Iterator[Databases]:
 async def idem(request: pytest.FixtureRequest, idem_databases: Databases, idem_setup: Setup) -> AsyncIterator[Idem]:
     """`kit = await idem(app, resources={Gateway: fake})`: see `idemconsumer.testing.Kit`."""
     from idemconsumer.testing.kit.fixture import Idem
-    from idemconsumer.testing.kit.marked import Marked
+    from idemconsumer.testing.kit.marked import MarkedTest
 
     mark = request.node.get_closest_marker("crash_matrix")
-    made = Idem(idem_databases, idem_setup, Marked(*mark.args, **mark.kwargs) if mark else None)
+    made = Idem(idem_databases, idem_setup, MarkedTest(*mark.args, **mark.kwargs) if mark else None)
     try:
         yield made
     finally:

@@ -19,7 +19,7 @@ import msgspec
 
 from idemconsumer.admin.histories import SagaHistory
 from idemconsumer.app.app import App
-from idemconsumer.app.sagas import AppStarter
+from idemconsumer.app.saga_calls import AppStarter
 from idemconsumer.engine.blame import Telling
 from idemconsumer.engine.evidence import Contended, LostConnections
 from idemconsumer.engine.failing import Failing
@@ -27,15 +27,15 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError, SagaChanged
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga
-from idemconsumer.ports.store import DeadLetter
+from idemconsumer.ports.leased_saga import LeasedSaga
+from idemconsumer.ports.store import NewDeadLetter
 from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.values import OutcomeKind, State, StepRow, StepState
 from idemconsumer.sagas.attempt import Attempt
 from idemconsumer.sagas.comparison import both_lists
-from idemconsumer.sagas.endings import Endings, describe_in
 from idemconsumer.sagas.probes import Probes
 from idemconsumer.sagas.run import Replayed
+from idemconsumer.sagas.saga_endings import SagaEndings, describe_in
 from idemconsumer.sagas.steps import StepFunctions
 from idemconsumer.sagas.undo import plan
 from idemconsumer.stores.leases import PostgresLeases
@@ -90,7 +90,7 @@ async def replay(
     leases, probes = cast("PostgresLeases", recorded), Probes(Failing(watched=False))
     attempt = Attempt(
         work,
-        Endings(work, leases, lambda _: None, lambda: 0.0, Telling(), probes),
+        SagaEndings(work, leases, lambda _: None, lambda: 0.0, Telling(), probes),
         _Uncalled(_NO_RESOURCES, _LONG, _LONG, beyond=recorded.beyond),
         Contended(),
         LostConnections(_now),
@@ -192,7 +192,7 @@ class _Recorded:
     ) -> None:
         self.why = _AGAIN, error or ""
 
-    async def park(self, saga: LeasedSaga, letter: DeadLetter) -> int:
+    async def park(self, saga: LeasedSaga, letter: NewDeadLetter) -> int:
         self.why = letter.reason, letter.error
         return 0
 

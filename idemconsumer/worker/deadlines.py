@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Final, TypeAlias
 
 from idemconsumer.duty import Duty
-from idemconsumer.engine import reading
+from idemconsumer.engine import decoding as reading
 from idemconsumer.engine.blame import rejection_of, said
 from idemconsumer.errors import (
     CommitUnknown,
@@ -26,11 +26,11 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.handler import Done, NotDone, Unknown
+from idemconsumer.ports.arguments import Done, NotDone, Unknown
 from idemconsumer.redaction import error_text
-from idemconsumer.rules.accepting import NOT_IN_TIME, NOT_IN_TIME_STATUS
+from idemconsumer.rules.progress import NOT_IN_TIME, NOT_IN_TIME_STATUS
 from idemconsumer.rules.verdicts import refused
-from idemconsumer.stores.accepting import reject, time_out
+from idemconsumer.stores.acceptance import reject, time_out
 from idemconsumer.stores.overdue import Overdue, ask_later, asking, complete, take_overdue
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.sharing import PARTY

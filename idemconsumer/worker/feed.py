@@ -20,7 +20,7 @@ from idemconsumer.logs import log
 from idemconsumer.message.message import Subscription
 from idemconsumer.message.origin import letter_of, pending_of, restored
 from idemconsumer.ports.broker import Bounds, Broker, Delivery, KnowsLag, KnowsSilence, Lag, Session
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import Observer, Point
 from idemconsumer.rules.session_pause import LONGEST, session_pause
 from idemconsumer.stores.joined import PostgresStore
@@ -28,7 +28,7 @@ from idemconsumer.user_code.cancellation import end, uninterrupted
 from idemconsumer.worker.intake import Intake
 from idemconsumer.worker.lanes import Lanes
 from idemconsumer.worker.readings import Readings
-from idemconsumer.worker.sources import warn_of_sources
+from idemconsumer.worker.source_findings import warn_of_sources
 
 _TOGETHER: Final = 64  # new deliveries that are decoded before the lanes go on
 _LONGEST_POLL: Final = 60.0  # seconds: more than any server is waited for in one (O12)

@@ -13,7 +13,7 @@ from idemconsumer.logs import log
 from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.message.message import Message
-from idemconsumer.message.replies import MESSAGE_ID
+from idemconsumer.message.reply_address import MESSAGE_ID
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.ports.observer import Point
 from idemconsumer.redaction import error_text

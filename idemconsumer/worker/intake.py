@@ -26,7 +26,7 @@ from idemconsumer.ports.observer import Observer, Point
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.backoff import backoff
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.readings import PostgresReading
+from idemconsumer.stores.suspect_readings import PostgresReading
 from idemconsumer.worker.outage import Outage
 
 T = TypeVar("T")

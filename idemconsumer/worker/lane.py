@@ -9,12 +9,12 @@ from contextlib import suppress
 from typing import Final
 
 from idemconsumer.handlers.handler import BoundHandler
-from idemconsumer.rules import failing
-from idemconsumer.rules.failing import Health
+from idemconsumer.rules import breaker as failing
+from idemconsumer.rules.breaker import HandlerHealth
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.stores.sharing import PARTY
-from idemconsumer.worker.in_hand import Held, InHand
+from idemconsumer.worker.in_flight import InFlight, InHand
 from idemconsumer.worker.probe import Probe
 from idemconsumer.worker.spread import Spread
 from idemconsumer.worker.turns import Turns
@@ -47,7 +47,7 @@ class Lane:
         self._waiting_room = waiting_room
         self._turns = turns
         self._probe = probe
-        self._queue: deque[Held] = deque()
+        self._queue: deque[InFlight] = deque()
         self._running = 0
         self._own_next = True
         self._behind_next = False
@@ -64,15 +64,15 @@ class Lane:
         return not self._running and (not self._queue or self._spread.kept)
 
     @property
-    def ready(self) -> Iterable[Held]:
+    def ready(self) -> Iterable[InFlight]:
         """What waits to run."""
         return self._queue
 
-    def add(self, held: Held) -> None:
+    def add(self, held: InFlight) -> None:
         self._queue.append(held)
         self._wake.set()
 
-    def take_back(self, line: Sequence[Held]) -> None:
+    def take_back(self, line: Sequence[InFlight]) -> None:
         self._queue.extendleft(reversed(line))
         self._wake.set()
 
@@ -82,12 +82,12 @@ class Lane:
     def drain(self) -> None:
         self._wake.set()
 
-    def clear(self) -> list[Held]:
+    def clear(self) -> list[InFlight]:
         deliveries = list(self._queue)
         self._queue.clear()
         return deliveries
 
-    def give_back(self) -> list[Held]:
+    def give_back(self) -> list[InFlight]:
         """Take out what never started, as far as its broker takes it back."""
         deliveries = self.clear()
         self._queue.extend(held for held in deliveries if not held.can_go_back)
@@ -111,7 +111,7 @@ class Lane:
     def _something_to_run(self) -> bool:
         return bool(self._spread.ready or self._queue) or self._spread.has_behind(self, probing=self._health.probing)
 
-    async def _run_group(self) -> tuple[list[Held], list[Outcome]]:
+    async def _run_group(self) -> tuple[list[InFlight], list[Outcome]]:
         if self._health.probing:
             async with self._probe.turn() as begun:
                 while (health := self._health).probing and not self._in_hand.draining:
@@ -139,7 +139,7 @@ class Lane:
         waits for those that have not."""
         engine = self._in_hand.engine
 
-        def is_kept(held: Held) -> bool:
+        def is_kept(held: InFlight) -> bool:
             may = held.permitted and not self._spread.trying_again
             if may or held.abandoned:
                 return False
@@ -156,10 +156,10 @@ class Lane:
         return self._handler.name in self._in_hand.paused
 
     @property
-    def _health(self) -> Health:
+    def _health(self) -> HandlerHealth:
         return self._in_hand.engine.health(self._handler)
 
-    async def _run_next(self, size: int) -> tuple[list[Held], list[Outcome]]:
+    async def _run_next(self, size: int) -> tuple[list[InFlight], list[Outcome]]:
         group = [] if self._in_hand.draining or self._paused else self._take(size)
         self._spread.call()  # the lane that was woken for what is left may be this one
         if not group:
@@ -201,7 +201,7 @@ class Lane:
         while self._queue and self._queue[0].abandoned:
             self._in_hand.forget([self._queue.popleft()])
 
-    def _take(self, size: int) -> list[Held]:
+    def _take(self, size: int) -> list[InFlight]:
         """What is already waiting, up to `size`. Nothing waits for a group to fill."""
         if not self._health.probing:
             self._quarantine_failed()
@@ -212,27 +212,27 @@ class Lane:
         self._own_next = not own
         return self._take_own(size) if own else self._spread.take(self, size, self._turns.free)
 
-    def _take_own(self, size: int) -> list[Held]:
-        group: list[Held] = []
+    def _take_own(self, size: int) -> list[InFlight]:
+        group: list[InFlight] = []
         while self._queue and len(group) < size:
             if self._queue[0].abandoned or (group and self._queue[0].due):
                 break
             group.append(self._queue.popleft())
         return group
 
-    def _on_probation(self, held: Held) -> bool:
+    def _on_probation(self, held: InFlight) -> bool:
         delivery = held.delivery
         return delivery.inherited and held.work.call is not None and delivery.epoch.on_probation(*self._budget(held))
 
-    def _budget(self, held: Held) -> tuple[int, int]:
+    def _budget(self, held: InFlight) -> tuple[int, int]:
         """Under which number an epoch counts it, and for how many lanes: its own, or all that take from `spread`."""
         return (self._index, 1) if held.ordered else (self._spread.index, self._spread.lanes)
 
-    async def _conclude(self, group: Sequence[Held], outcomes: Sequence[Outcome]) -> None:
+    async def _conclude(self, group: Sequence[InFlight], outcomes: Sequence[Outcome]) -> None:
         """Put back what was not decided; what is to run again steps aside until it is due, with all that must not run
         before it (D3, D15). What is busy goes to the waiting room."""
-        busy: list[Held] = []
-        again: list[Held] = []
+        busy: list[InFlight] = []
+        again: list[InFlight] = []
         for held, outcome in zip(group, outcomes, strict=False):
             match settle(outcome):
                 case Settlement.HOLD:
@@ -248,11 +248,11 @@ class Lane:
         for held in busy:
             await self._waiting_room.admit(held)
 
-    def _behind(self, held: Held) -> list[Held]:
+    def _behind(self, held: InFlight) -> list[InFlight]:
         """Later deliveries of its order and of its key, taken out of the queue: they must not run before it."""
         if not held.ordered and self._in_hand.deliveries(held) == 1:
             return []
-        behind, others = list[Held](), deque[Held]()
+        behind, others = list[InFlight](), deque[InFlight]()
         for later in self._queue:
             waits = later.line == held.line or later.work.key == held.work.key
             (behind if waits else others).append(later)

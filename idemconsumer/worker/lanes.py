@@ -23,7 +23,7 @@ from idemconsumer.ports.broker import Delivery, Session
 from idemconsumer.settings import Settings
 from idemconsumer.user_code.cancellation import run_on
 from idemconsumer.worker import capacity
-from idemconsumer.worker.in_hand import Held, InHand, Place
+from idemconsumer.worker.in_flight import InFlight, InHand, Place
 from idemconsumer.worker.lane import Lane
 from idemconsumer.worker.probe import Probe
 from idemconsumer.worker.spread import Spread
@@ -151,7 +151,7 @@ class Lanes:
         in_hand, lanes = self.in_hand, self._of[work.handler.name]
         order = None if work.call is None or work.leased is not None else work.call.order
         lane = None if order is None else lanes.lane_of(work.message.source, order)
-        held = Held(work, delivery, session, home=lane)
+        held = InFlight(work, delivery, session, home=lane)
         it = weakref.ref(held)  # which has the work: else only a garbage collection would free the two, and the message
         work.abandoned = lambda: (kept := it()) is None or kept.abandoned or in_hand.draining
         place = in_hand.add(held, lanes.spread if lane is None or lanes.spread.is_aside(held) else lane)

@@ -12,7 +12,7 @@ from idemconsumer.duty import Duty, within
 from idemconsumer.errors import BrokerUnavailable, StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.message.headers import decode_headers
-from idemconsumer.message.replies import MESSAGE_ID
+from idemconsumer.message.reply_address import MESSAGE_ID
 from idemconsumer.observe.counts import Counts
 from idemconsumer.ports.broker import BEHIND, Outgoing, Relaying, Unsent
 from idemconsumer.ports.observer import Point
@@ -56,7 +56,7 @@ def outgoing(row: Row, destination: str) -> Outgoing:
     return Outgoing(row.body, headers, row.message_id if row.key is None else row.key)
 
 
-class Lane:
+class OutgoingLane:
     """Relays to one destination while something is there."""
 
     def __init__(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from idemconsumer.rules import failing
+from idemconsumer.rules import breaker as failing
 
 
 class Probe:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Final
 
-from idemconsumer.brokers.connecting import destination as parse_destination
+from idemconsumer.brokers.adapters import destination as parse_destination
 from idemconsumer.brokers.queue_front import Line, LowWater
 from idemconsumer.duty import Duty
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
@@ -21,7 +21,7 @@ from idemconsumer.settings import Settings
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.pool import Pool
 from idemconsumer.user_code.cancellation import end
-from idemconsumer.worker.outgoing import Lane
+from idemconsumer.worker.outgoing import OutgoingLane
 from idemconsumer.worker.relay_connections import Connections
 
 SCHEMES: Final = ("kafka", "rabbitmq", "sqs")
@@ -55,7 +55,7 @@ class Relay:
         self._counts = counts
         self._low_water = LowWater(self._raise_low_water)  # not a lane's, which ends once it has sent a few (P9)
         self._at = at
-        self._lanes: dict[str, tuple[Lane, asyncio.Task[None]]] = {}
+        self._lanes: dict[str, tuple[OutgoingLane, asyncio.Task[None]]] = {}
         self._duty = Duty(self._look, math.inf)
         self._unusable = set[str]()  # schemes, and destinations, of which it has been said
 
@@ -111,7 +111,7 @@ class Relay:
             self._say_unusable(scheme, error)
             return
         assert isinstance(broker, Relaying)
-        lane = Lane(
+        lane = OutgoingLane(
             destination, broker, self._connections[scheme], self._queries, self._counts, self._low_water, self._at
         )
         task = asyncio.create_task(lane.run())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from idemconsumer.engine.engine import Engine
-from idemconsumer.ports.leases import Runs
+from idemconsumer.ports.leased_saga import Runs
 from idemconsumer.ports.observer import Observer
-from idemconsumer.sagas.engine import LeasedEngine
+from idemconsumer.sagas.saga_engine import LeasedEngine
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases

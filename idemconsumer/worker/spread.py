@@ -13,8 +13,8 @@ from typing import Final, Protocol
 
 from idemconsumer.logs import log
 from idemconsumer.message.delivered import held_size
-from idemconsumer.rules import failing
-from idemconsumer.worker.in_hand import Held, InHand, Place
+from idemconsumer.rules import breaker as failing
+from idemconsumer.worker.in_flight import InFlight, InHand, Place
 
 _MOST_BYTES: Final = 16 * 1024 * 1024  # of the messages that stepped aside
 _LOOK: Final = 1.0  # seconds
@@ -44,23 +44,23 @@ class Spread:
         self.kept = False  # one lane is to stay free for a saga that is about to be taken (L33)
         self._in_hand = in_hand
         self._size = size
-        self._ready: deque[Held] = deque()
-        self._aside: dict[Held, asyncio.TimerHandle | None] = {}
-        self._quarantine: dict[Held, None] = {}  # of them, those without a timer
+        self._ready: deque[InFlight] = deque()
+        self._aside: dict[InFlight, asyncio.TimerHandle | None] = {}
+        self._quarantine: dict[InFlight, None] = {}  # of them, those without a timer
         self._next_out = 0.0
         self._probed = False
         self._bytes = 0
-        self._lines: dict[Hashable, list[Held]] = {}  # by what they wait for, with the first one
+        self._lines: dict[Hashable, list[InFlight]] = {}  # by what they wait for, with the first one
         self._idle: dict[Taker, None] = {}
         self._left = asyncio.Event()
 
     # --------------------------------------------------------------------------------------------------------- to lanes
     @property
-    def ready(self) -> Sequence[Held]:
+    def ready(self) -> Sequence[InFlight]:
         """What can run now."""
         return self._ready
 
-    def add(self, held: Held) -> None:
+    def add(self, held: InFlight) -> None:
         line = self._line(held)
         if not line and self._in_hand.deliveries(held) > 1:  # one of its key is here, whose order is another
             line = next((line for line in self._lines.values() if _has_key(line, held)), line)
@@ -75,21 +75,21 @@ class Spread:
             held.delivery.epoch.waiting += 1
         self.call()
 
-    def is_aside(self, held: Held) -> bool:
+    def is_aside(self, held: InFlight) -> bool:
         """Whether one of its order has stepped aside, so that it has to wait here for that one."""
         return bool(self._line(held))
 
-    def _line(self, held: Held) -> list[Held]:
+    def _line(self, held: InFlight) -> list[InFlight]:
         line = self._lines.get(held.line, [])
         if line and line[0].abandoned and line[0] in self._aside:  # nothing waits for what is not ours any more
             self._dismiss(line[0])
             line = self._lines.get(held.line, [])
         return line
 
-    def take(self, lane: Taker, size: int, turns: int) -> list[Held]:
+    def take(self, lane: Taker, size: int, turns: int) -> list[InFlight]:
         """A group of at most `size` for a lane, and to the lane's own queue what is in line behind it: these keys
         belong to the lane now. Lanes with nothing to do, as far as they have `turns`, get as much."""
-        group: list[Held] = []
+        group: list[InFlight] = []
         most = min(size, math.ceil(len(self._ready) / (1 + min(turns, self.lanes - 1 - self.running))))
         while self._ready and len(group) < most:
             if group and self._ready[0].due:  # it has failed before: not behind others, which would run again with it
@@ -144,7 +144,7 @@ class Spread:
         self._idle.pop(lane, None)
 
     # ------------------------------------------------------------------------------------------------------------ aside
-    async def step_aside(self, held: Held, behind: Callable[[Held], list[Held]]) -> None:
+    async def step_aside(self, held: InFlight, behind: Callable[[InFlight], list[InFlight]]) -> None:
         """Take what is not due from its lane, with those `behind` it that wait for it; the lane waits here while there
         is no room."""
         logged = False
@@ -157,7 +157,7 @@ class Spread:
         self._bytes += held_size(held.work.message)
         self._put_aside(held, behind(held), asyncio.get_running_loop().call_at(held.due, self._due, held))
 
-    def _put_aside(self, held: Held, behind: list[Held], timer: asyncio.TimerHandle | None) -> None:
+    def _put_aside(self, held: InFlight, behind: list[InFlight], timer: asyncio.TimerHandle | None) -> None:
         line = [held, *behind, *(later := self._lines.get(held.line, []))]
         if later and later[0] in self._aside:
             self._return(later[0])
@@ -172,7 +172,7 @@ class Spread:
     def _full(self) -> bool:
         return len(self._aside) - len(self._quarantine) >= self._size or self._bytes >= _MOST_BYTES
 
-    def _due(self, held: Held) -> None:
+    def _due(self, held: InFlight) -> None:
         if held.abandoned:
             self._dismiss(held)
             return
@@ -186,7 +186,7 @@ class Spread:
             self._in_hand.moved(each, held.home)
         held.home.take_back(line)
 
-    def _return(self, held: Held) -> None:
+    def _return(self, held: InFlight) -> None:
         if (timer := self._aside.pop(held)) is None:
             del self._quarantine[held]
         else:
@@ -196,7 +196,7 @@ class Spread:
             each.delivery.epoch.waiting -= 1
         self._left.set()
 
-    def _dismiss(self, held: Held) -> None:
+    def _dismiss(self, held: InFlight) -> None:
         """Forget one that stepped aside; what is in line behind it comes in its place."""
         self._return(held)
         self._in_hand.forget([held])
@@ -206,14 +206,14 @@ class Spread:
             place.add(later)
 
     # ------------------------------------------------------------------------------------------------- quarantine (D17)
-    def quarantine(self, held: Held, behind: Callable[[Held], list[Held]]) -> None:
+    def quarantine(self, held: InFlight, behind: Callable[[InFlight], list[InFlight]]) -> None:
         """As `step_aside`, until `let_out`. There is always room: what its source may have in hand is the bound."""
         if not self._quarantine:
             self._next_out = asyncio.get_running_loop().time() + failing.AGAIN
         self._quarantine[held] = None
         self._put_aside(held, behind(held), None)
 
-    def quarantine_ready(self, is_kept: Callable[[Held], bool]) -> None:
+    def quarantine_ready(self, is_kept: Callable[[InFlight], bool]) -> None:
         """What would be taken next, as far as it is to be kept."""
         while self._ready and is_kept(self._ready[0]):
             held = self._ready.popleft()
@@ -253,7 +253,7 @@ class Spread:
             held.permitted = probing
             self._due(held)
 
-    def _behind(self, lane: Place, *, probing: bool) -> Iterator[Held]:
+    def _behind(self, lane: Place, *, probing: bool) -> Iterator[InFlight]:
         """What this lane may take of those that are here for their tenant: while they are probed, what has not failed
         itself."""
         for held in self._quarantine:
@@ -280,9 +280,9 @@ class Spread:
     def drain(self) -> None:
         self._left.set()
 
-    def give_back(self) -> list[Held]:
+    def give_back(self) -> list[InFlight]:
         """Take out what can run now, each with what is in line behind it, as far as their brokers take that back."""
-        back: list[Held] = []
+        back: list[InFlight] = []
         for held in list(self._ready):
             line = self._lines.get(held.line) or [held]
             if all(each.can_go_back for each in line):
@@ -291,7 +291,7 @@ class Spread:
                 back += line
         return back
 
-    def clear(self) -> list[Held]:
+    def clear(self) -> list[InFlight]:
         deliveries = dict.fromkeys([*self._ready, *self._aside])
         for line in self._lines.values():
             deliveries |= dict.fromkeys(line)
@@ -302,9 +302,9 @@ class Spread:
         return list(deliveries)
 
 
-def _these(behind: list[Held], _: Held) -> list[Held]:
+def _these(behind: list[InFlight], _: InFlight) -> list[InFlight]:
     return behind
 
 
-def _has_key(line: Sequence[Held], held: Held) -> bool:
+def _has_key(line: Sequence[InFlight], held: InFlight) -> bool:
     return any(each.work.key == held.work.key for each in line)

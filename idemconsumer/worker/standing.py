@@ -11,7 +11,7 @@ from idemconsumer.worker.lanes import Lanes
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class WorkerStanding:
     """`busy`: whether something runs, or can be fetched. `resting`: how many deliveries wait in this process for their
     next attempt, and `due` when the first of them may run, on the loop's clock. `rivals`: the keys of those that wait
     for who holds their key."""
@@ -22,11 +22,11 @@ class Standing:
     rivals: Collection[bytes] = ()
 
 
-async def standing(lanes: Lanes | None, feeds: Sequence[Feed]) -> Standing:
+async def standing(lanes: Lanes | None, feeds: Sequence[Feed]) -> WorkerStanding:
     """As of now; what a feed's server knows is asked first."""
     idle = [await feed.idle() for feed in feeds]
     if lanes is None or not idle:
-        return Standing(busy=True)
+        return WorkerStanding(busy=True)
     now, resting, dues, rivals = asyncio.get_running_loop().time(), 0, list[float](), dict[bytes, None]()
     waiting = 0
     for of in lanes.all:
@@ -37,4 +37,4 @@ async def standing(lanes: Lanes | None, feeds: Sequence[Feed]) -> Standing:
             dues.append(due)
     due = min(dues, default=None)
     busy = not all(idle) or lanes.in_hand.in_flight > resting + waiting or (due is not None and due <= now)
-    return Standing(busy, resting, due, rivals)
+    return WorkerStanding(busy, resting, due, rivals)

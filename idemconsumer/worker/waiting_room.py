@@ -13,7 +13,7 @@ from idemconsumer.rules.backoff import backoff
 from idemconsumer.rules.values import Outcome
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.stores.sharing import PARTY
-from idemconsumer.worker.in_hand import Held, InHand
+from idemconsumer.worker.in_flight import InFlight, InHand
 
 _FIRST, _LAST = 0.05, 1.0  # seconds between two rounds; they double while no delivery leaves
 
@@ -26,17 +26,17 @@ class WaitingRoom:
         self._handler = handler
         self._in_hand = in_hand
         self._size = size
-        self._deliveries: dict[Held, float] = {}  # with when they came
-        self._running: Sequence[Held] = ()
+        self._deliveries: dict[InFlight, float] = {}  # with when they came
+        self._running: Sequence[InFlight] = ()
         self._left = asyncio.Event()
         self._wake = asyncio.Event()
 
-    def add(self, held: Held) -> None:
+    def add(self, held: InFlight) -> None:
         held.delivery.epoch.waiting += 1
         self._deliveries[held] = asyncio.get_running_loop().time()
         self._wake.set()
 
-    async def admit(self, held: Held) -> None:
+    async def admit(self, held: InFlight) -> None:
         """Take a delivery over from its lane, which waits here while there is no room for its source."""
         source, logged = held.delivery.message.source, False
         while not self._in_hand.draining and self._count(source) >= self._size:
@@ -70,7 +70,7 @@ class WaitingRoom:
         self._wake.set()
         self._left.set()
 
-    def clear(self) -> list[Held]:
+    def clear(self) -> list[InFlight]:
         deliveries, self._deliveries = list(self._deliveries), {}
         for held in deliveries:
             held.delivery.epoch.waiting -= 1
@@ -119,7 +119,7 @@ class WaitingRoom:
                 self._conclude(zip(group, outcomes, strict=False))
         return len(self._deliveries) < before
 
-    def _conclude(self, outcomes: Iterable[tuple[Held, Outcome]]) -> None:
+    def _conclude(self, outcomes: Iterable[tuple[InFlight, Outcome]]) -> None:
         for held, outcome in outcomes:
             match settle(outcome):
                 case Settlement.FINISH | Settlement.DROP:
@@ -127,12 +127,12 @@ class WaitingRoom:
                 case Settlement.HOLD:
                     held.due = asyncio.get_running_loop().time() + outcome.due
 
-    def _dismiss(self, deliveries: Sequence[Held]) -> None:
+    def _dismiss(self, deliveries: Sequence[InFlight]) -> None:
         for held in deliveries:
             self._leave(held)
         self._in_hand.forget(deliveries)
 
-    def _leave(self, held: Held) -> None:
+    def _leave(self, held: InFlight) -> None:
         del self._deliveries[held]
         held.delivery.epoch.waiting -= 1
         self._left.set()

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from idemconsumer import forks
 from idemconsumer.admin.orphans import Sagas
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.adapters import connect
 from idemconsumer.brokers.due_sagas import SCHEME, DueSagas
-from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.brokers.postgres_broker import PostgresBroker
 from idemconsumer.duty import within
 from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
@@ -23,7 +23,7 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import BesideSagas, Bounds, Broker, BytesInHand
-from idemconsumer.ports.leases import Runs
+from idemconsumer.ports.leased_saga import Runs
 from idemconsumer.ports.observer import NullObserver, Observer
 from idemconsumer.ports.positions import KeepsPositions
 from idemconsumer.ports.tracing import NO_TRACING, Tracing
@@ -34,8 +34,8 @@ from idemconsumer.rules.fetching import in_lanes, per_lane
 from idemconsumer.rules.schedules import Schedule
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.kafka_positions import PostgresPositions
 from idemconsumer.stores.lock_waits import LockWaits
-from idemconsumer.stores.positions import PostgresPositions
 from idemconsumer.user_code.cancellation import end, run_on
 from idemconsumer.user_code.resources import Resources
 from idemconsumer.worker import capacity
@@ -43,16 +43,16 @@ from idemconsumer.worker.conditions import Conditions
 from idemconsumer.worker.deadlines import Deadlines
 from idemconsumer.worker.feed import Feed
 from idemconsumer.worker.forwarding import Forwarder
-from idemconsumer.worker.in_hand import InHand
+from idemconsumer.worker.in_flight import InHand
 from idemconsumer.worker.lanes import Lanes
 from idemconsumer.worker.outage import Outage
 from idemconsumer.worker.relay import Relay, reachable
-from idemconsumer.worker.replies import Replies
+from idemconsumer.worker.reply_sender import Replies
 from idemconsumer.worker.reporting import Reporting
 from idemconsumer.worker.retention import Retention
-from idemconsumer.worker.schedules import Schedules
-from idemconsumer.worker.sources import warn_of_orphans
-from idemconsumer.worker.standing import Standing, standing
+from idemconsumer.worker.schedule_starter import Schedules
+from idemconsumer.worker.source_findings import warn_of_orphans
+from idemconsumer.worker.standing import WorkerStanding, standing
 from idemconsumer.worker.steering import Steering
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Worker:
         """How many deliveries have had each outcome so far."""
         return self._reporting.counts.outcomes
 
-    async def standing(self) -> Standing:
+    async def standing(self) -> WorkerStanding:
         """What it has to do now."""
         return await standing(self._lanes, self._feeds)
 

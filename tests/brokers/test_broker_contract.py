@@ -13,11 +13,11 @@ import pytest
 from aiobotocore.session import get_session
 from aiokafka.admin import AIOKafkaAdminClient
 
-from idemconsumer.brokers.kafka.broker import KafkaBroker
+from idemconsumer.brokers.kafka.kafka_broker import KafkaBroker
 from idemconsumer.brokers.memory import MemoryBroker
-from idemconsumer.brokers.postgres import PostgresBroker
-from idemconsumer.brokers.rabbitmq.broker import RabbitmqBroker
-from idemconsumer.brokers.sqs.broker import SqsBroker
+from idemconsumer.brokers.postgres_broker import PostgresBroker
+from idemconsumer.brokers.rabbitmq.rabbitmq_broker import RabbitmqBroker
+from idemconsumer.brokers.sqs.sqs_broker import SqsBroker
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.settings import Settings

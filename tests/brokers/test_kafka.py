@@ -16,9 +16,9 @@ from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.group import JoinGroupRequest
 
-from idemconsumer.brokers.kafka import client as kafka_client
-from idemconsumer.brokers.kafka.broker import METADATA_MAX_AGE_MS, KafkaBroker
-from idemconsumer.brokers.kafka.session import KafkaSession
+from idemconsumer.brokers.kafka import kafka_client as kafka_client
+from idemconsumer.brokers.kafka.kafka_broker import METADATA_MAX_AGE_MS, KafkaBroker
+from idemconsumer.brokers.kafka.kafka_session import KafkaSession
 from idemconsumer.channel import CHANNEL
 from idemconsumer.errors import BadMessage, BrokerUnavailable, SessionEnded
 from idemconsumer.message.message import Subscription

@@ -8,7 +8,7 @@ from aiokafka.record.default_records import DefaultRecordBase, DefaultRecordBatc
 from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.record.util import calc_crc32c
 
-from idemconsumer.brokers.kafka.batches import Batch, Piece, batch_at
+from idemconsumer.brokers.kafka.batches import Piece, RecordBatch, batch_at
 
 AT = TopicPartition("orders", 3)
 
@@ -30,7 +30,7 @@ def with_crc(data: bytes) -> bytes:
     return data[: DefaultRecordBase.CRC_OFFSET] + crc + data[DefaultRecordBase.ATTRIBUTES_OFFSET :]
 
 
-def found(data: bytes, position: int = 0) -> Batch:
+def found(data: bytes, position: int = 0) -> RecordBatch:
     batch = batch_at(AT, data, position)
     assert batch is not None
     return batch

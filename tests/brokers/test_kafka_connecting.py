@@ -20,8 +20,8 @@ from aiohttp import web
 from aiokafka import AIOKafkaConsumer
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 
-from idemconsumer.brokers.kafka.broker import KafkaBroker
-from idemconsumer.brokers.kafka.connection import connection_options
+from idemconsumer.brokers.kafka.kafka_broker import KafkaBroker
+from idemconsumer.brokers.kafka.kafka_options import connection_options
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.ports.broker import Bounds, BytesInHand, Outgoing, Session
 from idemconsumer.settings import Settings

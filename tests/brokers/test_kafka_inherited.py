@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 from aiokafka import TopicPartition
 
+from idemconsumer.brokers.kafka.kafka_session import KafkaSession
 from idemconsumer.brokers.kafka.low_water import Tracker
 from idemconsumer.brokers.kafka.reading import Partition
-from idemconsumer.brokers.kafka.session import KafkaSession
 from idemconsumer.brokers.kafka.start import Resume, left_quiet
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch

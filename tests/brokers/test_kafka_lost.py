@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
 
-from idemconsumer.brokers.kafka import session as kafka_session
-from idemconsumer.brokers.kafka.broker import KafkaBroker
-from idemconsumer.brokers.kafka.start import Log, Start, start_at
+from idemconsumer.brokers.kafka import kafka_session as kafka_session
+from idemconsumer.brokers.kafka.kafka_broker import KafkaBroker
+from idemconsumer.brokers.kafka.start import PartitionLog, PartitionStart, start_at
 from idemconsumer.settings import Settings
 from tests.support.inside import client_of
 from tests.support.kafka import World, joined, offset_of, take
@@ -27,17 +27,17 @@ def using(world: World, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("group", "latest", "start"),
     [
-        (None, False, Start(10)),
-        (None, True, Start(20)),
-        (10, True, Start(10)),
-        (15, False, Start(15)),
-        (20, False, Start(20)),
-        (3, False, Start(10, lost=7)),
-        (21, False, Start(10, beyond=1)),
+        (None, False, PartitionStart(10)),
+        (None, True, PartitionStart(20)),
+        (10, True, PartitionStart(10)),
+        (15, False, PartitionStart(15)),
+        (20, False, PartitionStart(20)),
+        (3, False, PartitionStart(10, lost=7)),
+        (21, False, PartitionStart(10, beyond=1)),
     ],
 )
-def test_where_a_partition_begins(group: int | None, latest: bool, start: Start) -> None:
-    assert start_at(group, Log(10, 20), latest=latest) == start
+def test_where_a_partition_begins(group: int | None, latest: bool, start: PartitionStart) -> None:
+    assert start_at(group, PartitionLog(10, 20), latest=latest) == start
 
 
 async def test_what_retention_deleted_unread_is_an_error_with_its_numbers(world: World, logged: LogCapture) -> None:

@@ -12,7 +12,7 @@ from aiokafka.admin import NewTopic
 from aiokafka.errors import KafkaError
 
 from idemconsumer.admin.resets import reset
-from idemconsumer.brokers.kafka.broker import KafkaBroker
+from idemconsumer.brokers.kafka.kafka_broker import KafkaBroker
 from idemconsumer.settings import Settings
 from tests.support.inside import client_of
 from tests.support.kafka import MortalWorld, World, killing, offset_of, take, world_of

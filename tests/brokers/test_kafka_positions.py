@@ -15,9 +15,9 @@ from aiokafka.admin import NewTopic
 from aiokafka.errors import KafkaError
 
 from idemconsumer.admin.resets import reset
-from idemconsumer.brokers.kafka.broker import KafkaBroker
+from idemconsumer.brokers.kafka.kafka_broker import KafkaBroker
 from idemconsumer.brokers.kafka.questions import topic_ids
-from idemconsumer.brokers.kafka.start import Mark, Resume, next_counter, resume
+from idemconsumer.brokers.kafka.start import OffsetMark, Resume, next_counter, resume
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.positions import Kept, Place, Reached
 from idemconsumer.settings import Settings
@@ -51,24 +51,24 @@ LED = replace(HERE, leader=7)
         (70, None, LED, Resume(70)),  # of which leader that is nobody knows
         (150, None, LED, Resume(150, kept=LED, leader=7)),  # both are from `kafka reset`
         # The database has this write, or a later one: its row decides.
-        (150, Mark("b", 5, 100), HERE, Resume(150, kept=HERE)),
-        (150, Mark("b", 4, 100), HERE, Resume(150, kept=HERE)),  # since then a reader began, and read nothing
-        (140, Mark("b", 4, 100), HERE, Resume(150, kept=HERE, older=True)),  # Kafka did not get it, or has lost it
-        (160, Mark("b", 4, 100), HERE, Resume(150, kept=HERE, older=True)),
-        (90, Mark("a", 4, 20), HERE, Resume(150, kept=HERE, older=True)),  # of a history before this one
-        (170, Mark("a", 4, 20), HERE, Resume(150, kept=HERE, older=True)),
-        (150, Mark("b", 5, 100), LED, Resume(150, kept=LED, leader=7)),
-        (140, Mark("b", 4, 100), LED, Resume(150, kept=LED, older=True, leader=7)),
+        (150, OffsetMark("b", 5, 100), HERE, Resume(150, kept=HERE)),
+        (150, OffsetMark("b", 4, 100), HERE, Resume(150, kept=HERE)),  # since then a reader began, and read nothing
+        (140, OffsetMark("b", 4, 100), HERE, Resume(150, kept=HERE, older=True)),  # Kafka never had it, or lost it
+        (160, OffsetMark("b", 4, 100), HERE, Resume(150, kept=HERE, older=True)),
+        (90, OffsetMark("a", 4, 20), HERE, Resume(150, kept=HERE, older=True)),  # of a history before this one
+        (170, OffsetMark("a", 4, 20), HERE, Resume(150, kept=HERE, older=True)),
+        (150, OffsetMark("b", 5, 100), LED, Resume(150, kept=LED, leader=7)),
+        (140, OffsetMark("b", 4, 100), LED, Resume(150, kept=LED, older=True, leader=7)),
         # The database lacks this write: it was set back.
-        (170, Mark("b", 6, 100), HERE, Resume(150, set_back=True)),
-        (140, Mark("b", 6, 100), HERE, Resume(140, set_back=True)),
-        (170, Mark("c", 6, 160), HERE, Resume(150, set_back=True)),
-        (130, Mark("c", 6, 120), HERE, Resume(120, set_back=True)),  # a person had set the group back to 120
-        (170, Mark("b", 6, 100), LED, Resume(150, set_back=True, leader=7)),
-        (170, Mark("b", 1, 100), None, Resume(None, set_back=True)),
+        (170, OffsetMark("b", 6, 100), HERE, Resume(150, set_back=True)),
+        (140, OffsetMark("b", 6, 100), HERE, Resume(140, set_back=True)),
+        (170, OffsetMark("c", 6, 160), HERE, Resume(150, set_back=True)),
+        (130, OffsetMark("c", 6, 120), HERE, Resume(120, set_back=True)),  # a person had set the group back to 120
+        (170, OffsetMark("b", 6, 100), LED, Resume(150, set_back=True, leader=7)),
+        (170, OffsetMark("b", 1, 100), None, Resume(None, set_back=True)),
     ],
 )
-def test_who_is_believed(committed: int | None, mark: Mark | None, kept: Kept | None, found: Resume) -> None:
+def test_who_is_believed(committed: int | None, mark: OffsetMark | None, kept: Kept | None, found: Resume) -> None:
     assert resume(committed, mark, kept) == found
 
 
@@ -77,12 +77,12 @@ def test_who_is_believed(committed: int | None, mark: Mark | None, kept: Kept | 
     [
         (None, None, 0),
         (None, HERE, 6),
-        (Mark("b", 9, 100), HERE, 10),  # the row was set back: what Kafka has is older than what is written now
-        (Mark("a", 2, 100), HERE, 6),
-        (Mark("b", 9, 100), None, 10),
+        (OffsetMark("b", 9, 100), HERE, 10),  # the row was set back: what Kafka has is older than what is written now
+        (OffsetMark("a", 2, 100), HERE, 6),
+        (OffsetMark("b", 9, 100), None, 10),
     ],
 )
-def test_every_write_is_later_than_all_that_is_known(mark: Mark | None, row: Kept | None, counter: int) -> None:
+def test_every_write_is_later_than_all_that_is_known(mark: OffsetMark | None, row: Kept | None, counter: int) -> None:
     assert next_counter(mark, row) == counter
 
 
@@ -95,26 +95,26 @@ THERE = Kept("b_t2", base=0, counter=5, position=50)
         (None, None, THERE, "t3", Resume(None, anew=True)),  # its offsets went with the topic
         (None, None, THERE, "t2", Resume(50, kept=THERE, forgotten=True)),
         (None, None, THERE, None, Resume(None, forgotten=True)),
-        (70, Mark("b_t2", 5, 0), THERE, "t3", Resume(None, anew=True)),  # and came back with a late commit
-        (70, Mark("b_t2", 5, 0), None, "t3", Resume(None, anew=True)),
-        (70, Mark("a_t1", 9, 0), THERE, "t2", Resume(50, kept=THERE)),  # later, and the new topic was read up to 50
-        (70, Mark("c_t3", 6, 20), THERE, "t3", Resume(None, set_back=True)),  # a database from before
+        (70, OffsetMark("b_t2", 5, 0), THERE, "t3", Resume(None, anew=True)),  # and came back with a late commit
+        (70, OffsetMark("b_t2", 5, 0), None, "t3", Resume(None, anew=True)),
+        (70, OffsetMark("a_t1", 9, 0), THERE, "t2", Resume(50, kept=THERE)),  # later, the new topic being read up to 50
+        (70, OffsetMark("c_t3", 6, 20), THERE, "t3", Resume(None, set_back=True)),  # a database from before
         (70, None, THERE, "t3", Resume(70)),  # a person has set it
-        (50, Mark("b_t2", 5, 0), THERE, "t2", Resume(50, kept=THERE)),
-        (50, Mark("b_t2", 5, 0), THERE, None, Resume(50, kept=THERE)),  # an older Kafka tells no ids
-        (150, Mark("b", 5, 100), HERE, "t2", Resume(150, kept=HERE)),  # nor did it when they were noted
+        (50, OffsetMark("b_t2", 5, 0), THERE, "t2", Resume(50, kept=THERE)),
+        (50, OffsetMark("b_t2", 5, 0), THERE, None, Resume(50, kept=THERE)),  # an older Kafka tells no ids
+        (150, OffsetMark("b", 5, 100), HERE, "t2", Resume(150, kept=HERE)),  # nor did it when they were noted
     ],
 )
 def test_offsets_of_another_topic_say_nothing_about_this_one(
-    committed: int | None, mark: Mark | None, kept: Kept | None, topic: str | None, found: Resume
+    committed: int | None, mark: OffsetMark | None, kept: Kept | None, topic: str | None, found: Resume
 ) -> None:
     assert resume(committed, mark, kept, topic) == found
 
 
 def test_a_mark_is_read_back_and_nothing_else_is_one() -> None:
-    mark = Mark("0a1b_77", 12, 7)
-    assert Mark.of(str(mark)) == mark
-    assert [Mark.of(text) for text in ("", "idemconsumer:x:1", "idemconsumer:x:1:2 ", "else")] == [None] * 4
+    mark = OffsetMark("0a1b_77", 12, 7)
+    assert OffsetMark.of(str(mark)) == mark
+    assert [OffsetMark.of(text) for text in ("", "idemconsumer:x:1", "idemconsumer:x:1:2 ", "else")] == [None] * 4
 
 
 async def processed(world: World, count: int) -> None:
@@ -153,10 +153,10 @@ async def test_an_offset_is_in_the_database_before_it_is_in_kafka(world: World, 
     client_of(session).commit = real
     await world.commits(3)
     found = await world.admin.list_consumer_group_offsets(world.group)
-    mark = Mark.of(found[TopicPartition(world.topic, 0)].metadata)
+    mark = OffsetMark.of(found[TopicPartition(world.topic, 0)].metadata)
     assert mark is not None
     ((history, counter, base),) = kept.do("select history, counter, base from idemconsumer.kafka_position")
-    assert mark == Mark(history, counter, base)
+    assert mark == OffsetMark(history, counter, base)
     assert base == 0
 
 

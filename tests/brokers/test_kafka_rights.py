@@ -8,7 +8,7 @@ import pytest
 from aiokafka import TopicPartition
 from aiokafka.protocol.admin import CreateAclsRequest
 
-from idemconsumer.brokers.kafka.broker import KafkaBroker
+from idemconsumer.brokers.kafka.kafka_broker import KafkaBroker
 from idemconsumer.ports.broker import Finding
 from idemconsumer.settings import Settings
 from tests.support.inside import commit_now

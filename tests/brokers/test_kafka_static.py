@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from aiokafka.protocol.group import LeaveGroupRequest
 
-from idemconsumer.brokers.kafka.broker import KafkaBroker
-from idemconsumer.brokers.kafka.session import KafkaSession
+from idemconsumer.brokers.kafka.kafka_broker import KafkaBroker
+from idemconsumer.brokers.kafka.kafka_session import KafkaSession
 from idemconsumer.errors import Replaced, SessionEnded
 from idemconsumer.settings import Settings
 from tests.support.inside import coordinator_of

@@ -8,7 +8,7 @@ import pytest
 
 from idemconsumer.brokers.kafka.batches import leaders_of
 from idemconsumer.brokers.kafka.low_water import Leaders
-from idemconsumer.brokers.kafka.start import Log, Start, start_at
+from idemconsumer.brokers.kafka.start import PartitionLog, PartitionStart, start_at
 
 
 def batch(base: int, leader: int, magic: int = 2, more: int = 60) -> bytes:
@@ -74,12 +74,12 @@ def test_nobody_is_doubted_where_nothing_was_read() -> None:
 @pytest.mark.parametrize(
     ("shared", "start"),
     [
-        (None, Start(15)),
-        (15, Start(15)),
-        (99, Start(15)),
-        (12, Start(12, beyond=3)),
-        (-1, Start(10, beyond=5)),  # the log knows only older leaders
+        (None, PartitionStart(15)),
+        (15, PartitionStart(15)),
+        (99, PartitionStart(15)),
+        (12, PartitionStart(12, beyond=3)),
+        (-1, PartitionStart(10, beyond=5)),  # the log knows only older leaders
     ],
 )
-def test_a_reader_begins_where_the_log_is_another_one(shared: int | None, start: Start) -> None:
-    assert start_at(15, Log(10, 20, shared), latest=True) == start
+def test_a_reader_begins_where_the_log_is_another_one(shared: int | None, start: PartitionStart) -> None:
+    assert start_at(15, PartitionLog(10, 20, shared), latest=True) == start

@@ -14,8 +14,8 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from idemconsumer.brokers import postgres
-from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.brokers import postgres_broker as postgres
+from idemconsumer.brokers.postgres_broker import PostgresBroker
 from idemconsumer.brokers.postgres_session import PostgresSession
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.message.delivered import held_size

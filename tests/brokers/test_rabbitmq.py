@@ -25,9 +25,9 @@ from pamqp import decode, encode
 from pamqp.commands import Basic
 
 from idemconsumer.brokers.rabbitmq.arrivals import Arrival
-from idemconsumer.brokers.rabbitmq.broker import RabbitmqBroker
 from idemconsumer.brokers.rabbitmq.limits import limits
-from idemconsumer.brokers.rabbitmq.session import ACKS_ON_THE_WAY, RabbitmqSession, delivery_of, nack_is_free
+from idemconsumer.brokers.rabbitmq.rabbitmq_broker import RabbitmqBroker
+from idemconsumer.brokers.rabbitmq.rabbitmq_session import ACKS_ON_THE_WAY, RabbitmqSession, delivery_of, nack_is_free
 from idemconsumer.embedded.postgres import free_port
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.message.message import Subscription, Whole
@@ -596,7 +596,7 @@ async def test_what_arrives_until_the_broker_knows_of_a_drain_is_handed_over_whe
     node: Node, broker: RabbitmqBroker, version: str, handed_over: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     says = lambda server: nack_is_free({**server, "version": version})  # noqa: E731
-    monkeypatch.setattr("idemconsumer.brokers.rabbitmq.session.nack_is_free", says)
+    monkeypatch.setattr("idemconsumer.brokers.rabbitmq.rabbitmq_session.nack_is_free", says)
     name = await node.queue()
     async with consuming(broker, name) as session:
         await until(lambda: session._consumers._consumers)
@@ -777,7 +777,7 @@ async def test_a_drain_gives_back_by_a_nack_only_where_that_costs_no_delivery(
     node: Node, broker: RabbitmqBroker, version: str, nacks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     says = lambda server: nack_is_free({**server, "version": version})  # noqa: E731
-    monkeypatch.setattr("idemconsumer.brokers.rabbitmq.session.nack_is_free", says)
+    monkeypatch.setattr("idemconsumer.brokers.rabbitmq.rabbitmq_session.nack_is_free", says)
     name = await node.queue()
     await broker.publish(name, numbered(4))
     async with consuming(broker, name, WIDE) as session:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idemconsumer.brokers.rabbitmq.channel import Ack, AckTags
+from idemconsumer.brokers.rabbitmq.amqp_channel import Ack, AckTags
 
 
 class Channel:

@@ -12,9 +12,9 @@ import aio_pika
 import pytest
 
 from idemconsumer import Tx, idempotent_handler
-from idemconsumer.brokers.connecting import destination
-from idemconsumer.brokers.rabbitmq.broker import RabbitmqBroker
-from idemconsumer.brokers.rabbitmq.session import RabbitmqSession
+from idemconsumer.brokers.adapters import destination
+from idemconsumer.brokers.rabbitmq.rabbitmq_broker import RabbitmqBroker
+from idemconsumer.brokers.rabbitmq.rabbitmq_session import RabbitmqSession
 from idemconsumer.embedded.postgres import free_port
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.message.message import Subscription

@@ -16,8 +16,8 @@ from aiobotocore.session import get_session
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import UnknownError
 
-from idemconsumer.brokers.rabbitmq.broker import RabbitmqBroker
-from idemconsumer.brokers.sqs.broker import SqsBroker
+from idemconsumer.brokers.rabbitmq.rabbitmq_broker import RabbitmqBroker
+from idemconsumer.brokers.sqs.sqs_broker import SqsBroker
 from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.ports.broker import BEHIND, Outgoing, Unsent
 from idemconsumer.settings import Settings

@@ -18,9 +18,9 @@ from aiohttp import web
 from click.testing import CliRunner
 
 from idemconsumer import App, Tx
-from idemconsumer.brokers.connecting import connect
-from idemconsumer.brokers.sqs.broker import SqsBroker
-from idemconsumer.brokers.sqs.session import SqsSession
+from idemconsumer.brokers.adapters import connect
+from idemconsumer.brokers.sqs.sqs_broker import SqsBroker
+from idemconsumer.brokers.sqs.sqs_session import SqsSession
 from idemconsumer.cli.inspect import findings
 from idemconsumer.cli.main import main
 from idemconsumer.errors import BadMessage, BrokerUnavailable, ConfigurationError, SessionEnded

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from idemconsumer.brokers.sqs.in_hand import Held
+from idemconsumer.brokers.sqs.received import Received
 
 
-def holding(*messages: str, group: str | None = None) -> Held:
-    held = Held()
+def holding(*messages: str, group: str | None = None) -> Received:
+    held = Received()
     for message in messages:
         held.arrive(message, f"{message}/1", group, 30.0)
     return held

@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 
 from idemconsumer import App, Tx
-from idemconsumer.brokers.sqs import session as sqs_session
-from idemconsumer.brokers.sqs.broker import SqsBroker
-from idemconsumer.brokers.sqs.client import CALLS
-from idemconsumer.brokers.sqs.session import SqsSession
+from idemconsumer.brokers.sqs import sqs_session as sqs_session
+from idemconsumer.brokers.sqs.sqs_broker import SqsBroker
+from idemconsumer.brokers.sqs.sqs_client import CALLS
+from idemconsumer.brokers.sqs.sqs_session import SqsSession
 from idemconsumer.errors import BrokerUnavailable, SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from idemconsumer import Key, Message
-from idemconsumer.brokers.sqs.client import Queue, limits, max_receives, retention
+from idemconsumer.brokers.sqs.sqs_client import Queue, limits, max_receives, retention
 from idemconsumer.brokers.sqs.wire import entry_of, message_of, receives, requests
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.message.extraction import compile_key

@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.brokers.postgres_broker import PostgresBroker
 from idemconsumer.brokers.postgres_session import PostgresSession
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing

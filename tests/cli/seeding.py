@@ -18,7 +18,7 @@ from idemconsumer.ports.requests import Held
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.migrations import files, migrate, script
-from idemconsumer.stores.requests import PostgresRequests
+from idemconsumer.stores.postgres_requests import PostgresRequests
 from idemconsumer.testing.request_contract import A, B
 from tests.cli.golden.shop import app
 from tests.support.kafka import world_of

@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 from psycopg.conninfo import make_conninfo
 
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.adapters import connect
 from idemconsumer.cli.main import main
 from idemconsumer.cli.verbs import printable
 from idemconsumer.errors import ConfigurationError
@@ -308,7 +308,7 @@ def test_a_driver_that_cannot_be_imported_is_a_mistake_of_configuration(
     def failing(name: str) -> None:
         raise missing
 
-    monkeypatch.setattr("idemconsumer.brokers.connecting.import_module", failing)
+    monkeypatch.setattr("idemconsumer.brokers.adapters.import_module", failing)
     with pytest.raises(ConfigurationError, match=re.escape(says)):
         connect("kafka", Settings())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from idemconsumer.cli.demo import Report, verdict
+from idemconsumer.cli.demo import DemoReport, verdict
 from idemconsumer.stores.migrations import migrate
 from tests.support import ROOT
 from tests.support.waiting import eventually
@@ -72,14 +72,14 @@ def test_nothing_outlives_a_demo_that_is_killed(folder: Path) -> None:
 
 
 def test_a_ledger_with_too_much_or_too_little_fails() -> None:
-    good = Report(
+    good = DemoReport(
         messages=1_000, deliveries=1_450, kills=5, applied=1_000, duplicates=300, lost=0, twice=0, seconds=12.3
     )
     assert good.passed
     assert "PASSED" in verdict(good)
     assert "exactly once" in verdict(good)
     for lost, twice in ((1, 0), (0, 1)):
-        bad = Report(
+        bad = DemoReport(
             messages=1_000, deliveries=1_450, kills=5, applied=1_000, duplicates=300, lost=lost, twice=twice, seconds=1
         )
         assert not bad.passed

@@ -19,8 +19,8 @@ from idemconsumer.process.child import Exit
 from idemconsumer.rules.values import Record, State
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.migrations import migrate
-from idemconsumer.stores.redis.requests import RedisRequests
-from idemconsumer.stores.requests import PostgresRequests
+from idemconsumer.stores.postgres_requests import PostgresRequests
+from idemconsumer.stores.redis.redis_requests import RedisRequests
 from tests.support.servers.redis import RedisServer
 
 pytest.register_assert_rewrite("idemconsumer.testing.request_contract")

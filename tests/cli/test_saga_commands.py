@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from idemconsumer import App, Reject, Saga, Step, Tx, Unknown
-from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.cli.main import main
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.keys import digest

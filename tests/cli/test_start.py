@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 LAUNCHER = """
-import idemconsumer.cli.main, idemconsumer.cli.run
+import idemconsumer.cli.main, idemconsumer.cli.run_verb
 from idemconsumer.settings import load
 load(dsn="postgresql://user:p%40ss@db.example:5432/shop?sslmode=verify-full")
 """
@@ -18,8 +18,8 @@ WORKER = f"""
 import idemconsumer.cli.banner, idemconsumer.cli.target, idemconsumer.worker.worker
 """
 IN_LAUNCHER = ["structlog", "psycopg", "importlib.metadata", "idemconsumer.app", "idemconsumer.engine"]
-IN_LAUNCHER += ["idemconsumer.ports", "idemconsumer.observe.crew"]
-IN_WORKER = ["tenacity", "idemconsumer.sagas.engine", "idemconsumer.http", "aiokafka", "aio_pika"]
+IN_LAUNCHER += ["idemconsumer.ports", "idemconsumer.observe.fleet"]
+IN_WORKER = ["tenacity", "idemconsumer.sagas.saga_engine", "idemconsumer.http", "aiokafka", "aio_pika"]
 
 
 @pytest.mark.parametrize(

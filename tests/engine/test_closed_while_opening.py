@@ -11,9 +11,9 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from idemconsumer import App, BrokerUnavailable, Message, Saga, StoreUnavailable, Tx
-from idemconsumer.brokers.sqs.client import Link
+from idemconsumer.brokers.sqs.sqs_client import SqsLink
 from idemconsumer.stores import joined
-from idemconsumer.stores.hashing import settle_hashing
+from idemconsumer.stores.agreed_hashing import settle_hashing
 from idemconsumer.worker.saga_lease import SagaLease
 from tests.support.ledger import SOURCE, Ledger, message, write
 from tests.support.waiting import PATIENCE, until
@@ -154,7 +154,7 @@ async def test_a_lease_that_is_being_registered_is_ended(
     [
         ("kafka:orders", AIOKafkaProducer, "start"),
         ("rabbitmq:orders", aio_pika, "connect"),
-        ("sqs:orders", Link, "connect"),
+        ("sqs:orders", SqsLink, "connect"),
     ],
 )
 async def test_a_broker_that_is_being_reached_is_left(

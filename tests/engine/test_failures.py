@@ -14,7 +14,7 @@ import pydantic
 import pytest
 
 from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
-from idemconsumer.brokers.postgres import enqueue
+from idemconsumer.brokers.postgres_broker import enqueue
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import Interrupted, StoreUnavailable

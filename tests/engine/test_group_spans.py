@@ -15,8 +15,8 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
-from idemconsumer.observe import tracing
-from idemconsumer.observe.tracing import OpenTelemetry
+from idemconsumer.observe import opentelemetry_spans as tracing
+from idemconsumer.observe.opentelemetry_spans import OpenTelemetry
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 from tests.support.logs import LogCapture, entries, times

@@ -11,8 +11,8 @@ import pytest
 
 from idemconsumer import App, Message, Tx
 from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail
+from idemconsumer.engine.dead_letter import dead_letter
 from idemconsumer.engine.engine import Engine
-from idemconsumer.engine.letters import dead_letter
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Whole

@@ -25,7 +25,7 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message import keys
 from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message, Subscription
-from idemconsumer.ports.handler import Batch, Duration, Saga, Tx
+from idemconsumer.ports.arguments import Batch, Duration, Saga, Tx
 from idemconsumer.rules.backoff import Backoff
 from tests.support.waiting import PATIENCE
 

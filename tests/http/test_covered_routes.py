@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute, Mount
 from starlette.routing import Route as StarletteRoute
 
 from idemconsumer.http import Idempotency, IdempotencyMiddleware, Route
-from idemconsumer.http.frameworks import Marked, static_first
+from idemconsumer.http.frameworks import MarkedRoute, static_first
 from tests.http.site import Call, MakeDoor, client, problem, replayed
 from tests.support.ledger import Ledger
 
@@ -39,7 +39,7 @@ async def test_a_route_before_a_marked_one_is_not_marked(make_door: MakeDoor) ->
 
 def test_where_the_order_does_not_count_what_is_written_out_comes_first() -> None:
     names = ["POST /{a}/b", "POST /orders/{id}", "POST /orders/import", "POST /orders"]
-    sorted_ = [each.name for each in static_first([Marked(name, None, tx=False) for name in names])]
+    sorted_ = [each.name for each in static_first([MarkedRoute(name, None, tx=False) for name in names])]
     assert sorted_ == ["POST /orders", "POST /orders/import", "POST /orders/{id}", "POST /{a}/b"]
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.requests import Held
 from idemconsumer.stores.connection import Connection
-from idemconsumer.stores.redis.requests import RedisRequests
+from idemconsumer.stores.redis.redis_requests import RedisRequests
 from tests.http.endpoints import Counting
 from tests.http.fake_requests import FakeRequests
 from tests.http.site import Client, MakeDoor, client, service

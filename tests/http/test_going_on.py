@@ -13,8 +13,9 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response, StreamingResponse
 
 from idemconsumer import App
-from idemconsumer.http import Idempotency, Route, leased
+from idemconsumer.http import Idempotency, Route
 from idemconsumer.http import Response as Given
+from idemconsumer.http import leased_request as leased
 from idemconsumer.http.policy import compile_route
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from idemconsumer import App, ConfigurationError
 from idemconsumer.hashing import HASHING
 from idemconsumer.http import Route
-from idemconsumer.http.opening import Opened
+from idemconsumer.http.opened_stores import OpenedStores
 from idemconsumer.message import keys
 from idemconsumer.wrapping import unwrap
 from tests.http.fake_requests import FakeRequests
@@ -75,4 +75,4 @@ async def test_keys_that_are_kept_elsewhere_are_hashed_with_what_the_database_ha
     monkeypatch.delenv("IDEMCONSUMER_DSN")
     begin()
     with pytest.raises(ConfigurationError, match="`key_secrets` need a database"):
-        await Opened(App("shop"), store, None, lambda point, handler, keys: None).leased()
+        await OpenedStores(App("shop"), store, None, lambda point, handler, keys: None).leased()

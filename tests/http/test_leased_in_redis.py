@@ -10,7 +10,7 @@ from starlette.responses import Response
 from structlog.testing import LogCapture
 
 from idemconsumer.http import Route
-from idemconsumer.stores.redis.requests import RedisRequests
+from idemconsumer.stores.redis.redis_requests import RedisRequests
 from tests.http.site import MakeDoor, client, problem, replayed, service
 from tests.support.leases import STEADY
 from tests.support.servers.made import PrivateRedis

@@ -13,7 +13,7 @@ from starlette.responses import Response as StarletteResponse
 
 from idemconsumer import App, ConfigurationError, Done, NotDone, Unknown
 from idemconsumer.http import Idempotency, LostRequest, Response, Route, current_key
-from idemconsumer.stores.redis.requests import RedisRequests
+from idemconsumer.stores.redis.redis_requests import RedisRequests
 from tests.http.site import Client, MakeDoor, by_header, client, problem, replayed, service
 from tests.support.logs import LogCapture
 from tests.support.servers.redis import RedisServer

@@ -14,7 +14,7 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from idemconsumer.http import IdempotencyMiddleware, Route, current_tx
-from idemconsumer.http.wire import Receive, Scope, Send
+from idemconsumer.http.asgi_wire import Receive, Scope, Send
 from idemconsumer.rules.http import kept_headers
 from tests.http.fake_requests import FakeRequests
 from tests.http.site import Call, MakeDoor, client, problem, replayed, service

@@ -15,7 +15,7 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.http import Idempotency, Route
 from idemconsumer.http.watch import OUTCOMES
 from idemconsumer.http.wsgi import IdempotencyMiddleware as WsgiMiddleware
-from idemconsumer.observe.requests import RequestNumbers
+from idemconsumer.observe.request_metrics import RequestNumbers
 from tests.http.endpoints import Counting
 from tests.http.site import Call, MakeDoor, client, place, replayed, service
 from tests.http.wsgi_client import ask

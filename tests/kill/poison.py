@@ -18,7 +18,7 @@ from pydantic import BaseModel, field_validator
 
 from idemconsumer import App, Message, Saga, Step, Tx
 from idemconsumer.brokers import postgres_session
-from idemconsumer.brokers.sqs import client
+from idemconsumer.brokers.sqs import sqs_client as client
 from idemconsumer.process.child import launch
 from idemconsumer.settings import load
 

@@ -16,7 +16,7 @@ from aiobotocore.session import get_session
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 
-from idemconsumer.brokers.sqs.broker import SqsBroker
+from idemconsumer.brokers.sqs.sqs_broker import SqsBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Final, NamedTuple
 
 from idemconsumer.rules import saga as rules
-from idemconsumer.rules.replay import Answer, Unasked, answer
+from idemconsumer.rules.replay import StepAnswer, Unasked, answer
 from idemconsumer.rules.values import State, StepKind, StepRow, StepState
 
 WAITING: Final = 6  # beside the values of StepState: a wait that was begun, and is not over
@@ -76,9 +76,9 @@ def replay(script: Script, asks: tuple[Ask, ...], states: tuple[int, ...]) -> Re
             row = rows.get(ask.name)
             unasked.ask(ask.name)
             match answer(row, State.PROCESSING):
-                case Answer.OUTPUT:
+                case StepAnswer.OUTPUT:
                     ask = handler.send(None)
-                case Answer.REJECTION:
+                case StepAnswer.REJECTION:
                     ask = handler.throw(Refused)
                 case _:
                     if unasked.passed_over(at_end=False) is not None or (row is None and unasked.calls):

@@ -19,11 +19,11 @@ from idemconsumer.engine.work import Work
 from idemconsumer.message.message import Message
 from idemconsumer.ports.broker import Delivery, Epoch
 from idemconsumer.ports.observer import NullObserver
-from idemconsumer.rules.failing import AGAIN, NEXT
+from idemconsumer.rules.breaker import AGAIN, NEXT
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.settings import Settings
 from idemconsumer.worker.capacity import ROOM
-from idemconsumer.worker.in_hand import InHand
+from idemconsumer.worker.in_flight import InHand
 from idemconsumer.worker.lanes import Lanes
 from tests.support.workers import Item, body
 

@@ -15,11 +15,11 @@ from idemconsumer import Message, Saga, StoreUnavailable, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import OutcomeKind, State, StepRow
 from idemconsumer.rules.verdicts import Settlement, settle
-from idemconsumer.sagas.engine import LeasedEngine
+from idemconsumer.sagas.saga_engine import LeasedEngine
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases as LeaseStore

@@ -19,7 +19,7 @@ import psycopg
 import pytest
 
 from idemconsumer import App, Message, Tx
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.adapters import connect
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.sql.answering import AnsweringConnection, BlockingConnection

@@ -7,7 +7,7 @@ import os
 
 from idemconsumer.channel import MOST, Channel, Ear
 from idemconsumer.observe.counts import Counts
-from idemconsumer.observe.crew import Crew
+from idemconsumer.observe.fleet import Fleet
 from idemconsumer.observe.reports import HandlerState, Report, encoded
 from idemconsumer.ports.broker import Lag
 from idemconsumer.rules.health import Phase
@@ -22,12 +22,12 @@ def line(applied: int, **more: object) -> bytes:
     return encoded(Report(app="shop", phase=Phase.CONSUMING, patience=5.0, counts=counts, **more))  # type: ignore[arg-type]
 
 
-def applied(crew: Crew) -> int:
+def applied(crew: Fleet) -> int:
     return crew.counts.outcomes.get("applied", 0)
 
 
 def test_a_report_says_little_of_each_handler_and_nothing_is_lost() -> None:
-    counts, crew = Counts(), Crew(1)
+    counts, crew = Counts(), Fleet(1)
     for number in range(300):
         its = counts.of(f"handler_{number}")
         if number % 3 == 0:
@@ -101,7 +101,7 @@ async def test_the_launcher_hears_the_last_whole_line_also_of_a_worker_that_has_
 
 
 def test_totals_never_go_back_though_workers_die() -> None:
-    crew = Crew(2)
+    crew = Fleet(2)
     for worker, number in ((0, 3), (1, 4)):
         crew.begun(worker)
         crew.told(worker, line(number))
@@ -124,7 +124,7 @@ def test_totals_never_go_back_though_workers_die() -> None:
 
 
 def test_parts_of_a_source_add_up_and_what_all_see_counts_once() -> None:
-    crew = Crew(2)
+    crew = Fleet(2)
     for worker, behind in ((0, 3), (1, 4)):
         crew.begun(worker)
         lag = {"kafka:a": Lag(behind, 1.0 * behind, part=True), "sqs:b": Lag(behind, None)}

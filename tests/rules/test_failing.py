@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idemconsumer.rules.failing import FREE, IN_A_ROW, MOST, NEXT, Health
+from idemconsumer.rules.breaker import FREE, IN_A_ROW, MOST, NEXT, HandlerHealth
 
 ENDS = st.lists(st.sampled_from(["success", "first failure", "failure again"]), max_size=60)
 
 
-def after(*ends: str, now: float = 0.0) -> Health:
-    health = Health()
+def after(*ends: str, now: float = 0.0) -> HandlerHealth:
+    health = HandlerHealth()
     for end in ends:
         health = health.succeeded() if end == "success" else health.failed(now, first=end == "first failure")
     return health
@@ -42,7 +42,7 @@ def test_a_success_ends_it_at_once(more: int) -> None:
 
 
 def test_five_in_a_row_are_needed_at_first_and_again_once_it_works() -> None:
-    assert Health().needed == IN_A_ROW
+    assert HandlerHealth().needed == IN_A_ROW
     stream = after(*(["first failure"] * 20 + ["success"]) * 50)
     assert stream.needed == MOST
     assert after_successes(stream, 40).needed == IN_A_ROW
@@ -50,7 +50,7 @@ def test_five_in_a_row_are_needed_at_first_and_again_once_it_works() -> None:
 
 def test_a_stream_of_bad_ones_is_soon_no_sign() -> None:
     """Of nineteen in twenty."""
-    health, opened = Health(), 0
+    health, opened = HandlerHealth(), 0
     for _ in range(200):
         for _ in range(19):
             before, health = health, health.failed(0.0, first=True)
@@ -61,13 +61,13 @@ def test_a_stream_of_bad_ones_is_soon_no_sign() -> None:
 
 @given(st.floats(0.0, 0.99))
 def test_as_many_are_needed_as_come_in_a_row_once_in_three_thousand(bad: float) -> None:
-    needed = Health(bad=bad).needed
+    needed = HandlerHealth(bad=bad).needed
     assert IN_A_ROW <= needed <= MOST
     assert needed == MOST or bad**needed <= 1 / 3000 + 1e-9
     assert needed == IN_A_ROW or bad ** (needed - 1) > 1 / 3000 - 1e-9
 
 
-def after_successes(health: Health, number: int) -> Health:
+def after_successes(health: HandlerHealth, number: int) -> HandlerHealth:
     for _ in range(number):
         health = health.succeeded()
     return health

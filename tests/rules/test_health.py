@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from idemconsumer.rules.health import Phase, Standing, against_life, against_readiness
+from idemconsumer.rules.health import Phase, WorkerHealth, against_life, against_readiness
 
 
-def standing(phase: Phase = Phase.CONSUMING, silent: float = 1.0, **more: object) -> Standing:
-    return Standing(0, phase, silent, patience=31.0, **more)  # type: ignore[arg-type]
+def standing(phase: Phase = Phase.CONSUMING, silent: float = 1.0, **more: object) -> WorkerHealth:
+    return WorkerHealth(0, phase, silent, patience=31.0, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("phase", [Phase.STARTING, Phase.CONSUMING, Phase.DRAINING])
@@ -20,7 +20,7 @@ def test_a_worker_that_says_nothing_for_longer_than_it_may_is_against_life(phase
 
 
 def test_what_the_launcher_or_a_server_will_mend_is_not() -> None:
-    begun = Standing(1, Phase.STARTING, silent=0.0, patience=math.inf)
+    begun = WorkerHealth(1, Phase.STARTING, silent=0.0, patience=math.inf)
     assert against_life([]) == []
     assert against_life([begun, standing(lacking=["the database"]), standing(Phase.LEAVING, 90.0)]) == []
 

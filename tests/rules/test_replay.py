@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from idemconsumer.rules.replay import Answer, Unasked, answer, asked_by_branches, recovery_point
+from idemconsumer.rules.replay import StepAnswer, Unasked, answer, asked_by_branches, recovery_point
 from idemconsumer.rules.values import State, StepKind, StepRow, StepState
 
 
@@ -23,22 +23,22 @@ def row(
 @pytest.mark.parametrize("phase", [State.PROCESSING, State.UNDOING])
 @pytest.mark.parametrize("state", [StepState.DONE, StepState.UNDO_INTENT, StepState.UNDONE])
 def test_a_step_that_has_finished_is_not_run_again(state: StepState, phase: State) -> None:
-    assert answer(row(state=state), phase) is Answer.OUTPUT
+    assert answer(row(state=state), phase) is StepAnswer.OUTPUT
 
 
 @pytest.mark.parametrize("phase", [State.PROCESSING, State.UNDOING])
 def test_a_step_that_was_refused_is_refused_again(phase: State) -> None:
-    assert answer(row(state=StepState.REJECTED), phase) is Answer.REJECTION
+    assert answer(row(state=StepState.REJECTED), phase) is StepAnswer.REJECTION
 
 
 @pytest.mark.parametrize("open_step", [None, row(state=StepState.INTENT, position=None)])
 def test_a_step_without_an_outcome_is_run(open_step: StepRow | None) -> None:
-    assert answer(open_step, State.PROCESSING) is Answer.RUN
+    assert answer(open_step, State.PROCESSING) is StepAnswer.RUN
 
 
 @pytest.mark.parametrize("open_step", [None, row(state=StepState.INTENT, position=None)])
 def test_nothing_is_run_while_the_saga_is_undone(open_step: StepRow | None) -> None:
-    assert answer(open_step, State.UNDOING) is Answer.END
+    assert answer(open_step, State.UNDOING) is StepAnswer.END
 
 
 # ---- what must have been asked for

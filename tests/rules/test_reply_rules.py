@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from idemconsumer.message.message import Message
-from idemconsumer.message.replies import Address, address_of
-from idemconsumer.rules.replies import Answer, answer_of, reply_id
+from idemconsumer.message.reply_address import Address, address_of
+from idemconsumer.rules.replies import ReplyAnswer, answer_of, reply_id
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 
 
@@ -52,14 +52,14 @@ def test_only_what_is_decided_is_answered_and_a_duplicate_like_the_first() -> No
 
 
 def test_the_id_of_a_reply_is_that_of_its_request_and_its_answer() -> None:
-    to, answer = Address("rabbitmq", "q", "r", "c"), Answer("completed", b"1", "application/json")
+    to, answer = Address("rabbitmq", "q", "r", "c"), ReplyAnswer("completed", b"1", "application/json")
     first = reply_id(b"k", to, answer)
     assert first == reply_id(b"k", Address("rabbitmq", "other", "r", b"c"), answer)
     others = [
         reply_id(b"l", to, answer),
         reply_id(b"k", Address("rabbitmq", "q", "r", "d"), answer),
         reply_id(b"k", Address("rabbitmq", "q", "s", "c"), answer),
-        reply_id(b"k", to, Answer("completed", b"2", "application/json")),
-        reply_id(b"k", to, Answer("rejected", b"1", "application/json")),
+        reply_id(b"k", to, ReplyAnswer("completed", b"2", "application/json")),
+        reply_id(b"k", to, ReplyAnswer("rejected", b"1", "application/json")),
     ]
     assert len({first, *others}) == 6

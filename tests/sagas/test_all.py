@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
-from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.rules.values import State
 from tests.support.inside import when_stopped
 from tests.support.sagas import SCHEMA, Bench, Remote, Station, order, put, saga, take_back

@@ -20,7 +20,7 @@ import pydantic
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
-from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.message.arguments import OPAQUE, SIZE, digest
 from idemconsumer.message.message import Message
 from idemconsumer.rules.replay import other_argument

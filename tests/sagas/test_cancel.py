@@ -9,11 +9,11 @@ import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Retry, Saga, Step, Unknown
 from idemconsumer.admin.decisions import Cancellation
-from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State
 from tests.support.sagas import (
     SCHEMA,

@@ -10,8 +10,8 @@ import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown, idempotent_handler
 from idemconsumer.errors import CommitUnknown
-from idemconsumer.ports.leases import LeasedSaga
-from idemconsumer.ports.store import DeadLetter
+from idemconsumer.ports.leased_saga import LeasedSaga
+from idemconsumer.ports.store import NewDeadLetter
 from idemconsumer.rules.values import State
 from tests.support.sagas import Bench, Remote, SagaFn, Station, put, saga, take_back
 
@@ -229,7 +229,7 @@ async def test_a_lost_answer_when_an_unreadable_message_is_put_aside_is_found_ou
 
     park = two.leases.park
 
-    async def losing(saga: LeasedSaga, letter: DeadLetter) -> int:
+    async def losing(saga: LeasedSaga, letter: NewDeadLetter) -> int:
         await park(saga, letter)
         raise CommitUnknown("lost")
 

@@ -14,7 +14,7 @@ from idemconsumer import (
     OutcomeKind,
     Saga,
 )
-from idemconsumer.app.sagas import AppStarter
+from idemconsumer.app.saga_calls import AppStarter
 from idemconsumer.message import keys
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings

@@ -12,7 +12,7 @@ from idemconsumer import (
     Saga,
 )
 from idemconsumer.admin.orphans import find_orphans
-from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.message import keys
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings

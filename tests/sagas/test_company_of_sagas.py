@@ -13,7 +13,7 @@ from idemconsumer import Outcome, OutcomeKind, Saga, Step, Tx
 from idemconsumer.engine.company import Company
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.values import State
 from idemconsumer.rules.verdicts import Settlement, settle

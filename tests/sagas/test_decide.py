@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Unknown
-from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.rules.values import State

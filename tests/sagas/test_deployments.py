@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from idemconsumer import App, OutcomeKind, Reject, Saga, idempotent_handler
-from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.app.builds import build_of
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message import keys
-from idemconsumer.ports.leases import LeasedSaga, Runs
+from idemconsumer.ports.leased_saga import LeasedSaga, Runs
 from idemconsumer.ports.observer import NullObserver
 from idemconsumer.rules.values import State
 from idemconsumer.settings import load as load_settings

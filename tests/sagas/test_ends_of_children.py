@@ -11,7 +11,7 @@ from idemconsumer import (
     Saga,
     SignalTimeout,
 )
-from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.rules.values import State
 from idemconsumer.worker.retention import prune_once
 from tests.support.families import (

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from idemconsumer import Outcome, OutcomeKind, Saga, Step, StoreUnavailable, Tx
-from idemconsumer.engine.letters import dead_letter
+from idemconsumer.engine.dead_letter import dead_letter
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State, StepKind, StepState
 from tests.support.sagas import Bench, OpenStation, Remote, Station, locked, order, put, saga
 from tests.support.waiting import until

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from idemconsumer import App, Message, Saga
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.adapters import connect
 from idemconsumer.brokers.due_sagas import DueSagas
 from idemconsumer.brokers.memory import MemoryBroker, MemorySession
 from idemconsumer.engine.work import Work
@@ -22,7 +22,7 @@ from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
-from idemconsumer.ports.leases import LeasedSaga, Look
+from idemconsumer.ports.leased_saga import DueLook, LeasedSaga
 from idemconsumer.settings import Settings
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.stores.leases import PostgresLeases
@@ -197,7 +197,7 @@ async def test_a_saga_that_is_being_begun_among_those_that_wait_is_not_taken_fro
 ) -> None:
     begin, look, looks = PostgresLeases.begin, PostgresLeases.look, 0
 
-    async def counted(leases: PostgresLeases, *args: Any) -> Look:
+    async def counted(leases: PostgresLeases, *args: Any) -> DueLook:
         nonlocal looks
         looks += 1
         return await look(leases, *args)
@@ -325,7 +325,7 @@ async def test_one_that_is_free_again_takes_what_was_left_without_another_look(
     session = await due_sagas(two, lanes)
     first = await session.fetch()
 
-    async def look(*_: object) -> Look:
+    async def look(*_: object) -> DueLook:
         raise AssertionError("it knows that there are more")
 
     monkeypatch.setattr(two.leases, "look", look)

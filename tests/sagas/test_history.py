@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.admin.saga_views import SagaDetail
-from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.admin.timeline import timeline
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, Fenced
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State
 from idemconsumer.worker.retention import prune_once
 from tests.support.sagas import SCHEMA, Bench, Remote, SagaFn, Station, order, put, saga, take_back

@@ -10,7 +10,7 @@ import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State
 from idemconsumer.sagas.run import SagaRun
 from tests.sagas.swallowers import SWALLOWERS, Boom, Swallower, explode, hang

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import Message, Outcome, OutcomeKind, Reject, Saga
-from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.message import keys
 from idemconsumer.rules.values import State
 from tests.support.families import RIDE, Body, Family, compensate, drive, nap

@@ -20,7 +20,7 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import Fenced
 from idemconsumer.handlers.handler import BoundHandler
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import NullObserver
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import State

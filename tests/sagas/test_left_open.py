@@ -12,7 +12,7 @@ import pytest
 from idemconsumer import App, Message, OutcomeKind, Saga, Step
 from idemconsumer.errors import Fenced
 from idemconsumer.stores.heartbeat import Heartbeat
-from idemconsumer.stores.session import Session
+from idemconsumer.stores.session import PoolSession
 from tests.support.inside import beats, connections_of, heartbeat_of, renewed_earlier
 from tests.support.logs import LogCapture
 from tests.support.sagas import SCHEMA, Bench
@@ -62,15 +62,15 @@ async def test_a_process_ends_with_sagas_in_flight_and_leaves_them_to_be_resumed
 ) -> None:
     """The pool, cancelled while it made a connection, went on, and the loop waited for it for ever. Meanwhile the
     heartbeat took one lease after another for sagas that had gone. `lost`: the lease is lost as the loop ends."""
-    connect, ending, connecting = Session.connect, False, asyncio.Event()
+    connect, ending, connecting = PoolSession.connect, False, asyncio.Event()
 
-    async def slow(*given: Any, **more: Any) -> Session:
+    async def slow(*given: Any, **more: Any) -> PoolSession:
         if ending:
             connecting.set()
             await asyncio.Event().wait()
         return await connect(*given, **more)
 
-    monkeypatch.setattr(Session, "connect", slow)
+    monkeypatch.setattr(PoolSession, "connect", slow)
 
     async def main() -> None:
         nonlocal ending

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Saga, idempotent_handler
-from idemconsumer.admin.orphans import Waiting, orphans
-from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.orphans import WaitingSagas, orphans
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.message import keys
 from idemconsumer.rules.values import Signalled
-from idemconsumer.worker.sources import warn_of_orphans
+from idemconsumer.worker.source_findings import warn_of_orphans
 from tests.support.logs import capture_logs
 from tests.support.sagas import SCHEMA, Bench, Remote, Station, put, saga
 
 
-def waiting(app: str = "shop", handler: str = "book", version: str | None = "1", *, begun: bool = True) -> Waiting:
-    return Waiting(app=app, handler=handler, version=version, sagas=3, begun=begun)
+def waiting(app: str = "shop", handler: str = "book", version: str | None = "1", *, begun: bool = True) -> WaitingSagas:
+    return WaitingSagas(app=app, handler=handler, version=version, sagas=3, begun=begun)
 
 
-def started(app: str = "shop", handler: str = "book") -> Waiting:
+def started(app: str = "shop", handler: str = "book") -> WaitingSagas:
     return waiting(app, handler, None, begun=False)
 
 
@@ -50,7 +50,7 @@ RUNS = {"app": "shop", "handler": "book", "version": "1"}
         (started(app="other"), [[{**RUNS, "app": "other"}]], None),
     ],
 )
-def test_sagas_that_nobody_continues_are_told(group: Waiting, alive: list[Any], says: str | None) -> None:
+def test_sagas_that_nobody_continues_are_told(group: WaitingSagas, alive: list[Any], says: str | None) -> None:
     found = orphans([group], alive, "shop", {("shop", "book"): "2"})
     assert bool(found) is (says is not None)
     if says is not None:

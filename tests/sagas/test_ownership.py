@@ -11,15 +11,15 @@ import pytest
 
 from idemconsumer import Message, OutcomeKind, Saga, idempotent_handler
 from idemconsumer.brokers.due_sagas import DueSagasSession
+from idemconsumer.engine.dead_letter import dead_letter
 from idemconsumer.engine.engine import Engine
-from idemconsumer.engine.letters import dead_letter
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.ports.broker import Delivery, Epoch, Session
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import NullObserver
 from idemconsumer.settings import Settings
-from idemconsumer.worker.in_hand import InHand
+from idemconsumer.worker.in_flight import InHand
 from idemconsumer.worker.lanes import Lanes
 from tests.support.sagas import Bench, FreeLanes, Station, due_sagas, order, put, saga
 from tests.support.waiting import PATIENCE

@@ -9,10 +9,10 @@ import pytest
 from idemconsumer.engine.failing import Failing, Subject
 from idemconsumer.message.keys import scope_name
 from idemconsumer.message.message import Message
-from idemconsumer.ports.leases import LeasedSaga
-from idemconsumer.rules.failing import IN_A_ROW
+from idemconsumer.ports.leased_saga import LeasedSaga
+from idemconsumer.rules.breaker import IN_A_ROW
 from idemconsumer.rules.values import State
-from idemconsumer.sagas.probes import Held, Probes
+from idemconsumer.sagas.probes import NotCalled, Probes
 from tests.support.tuning import tuned
 
 
@@ -26,7 +26,7 @@ def some(name: str, tenant: str | None = None) -> LeasedSaga:
 
 
 async def fails(probes: Probes, saga: LeasedSaga, *, first: bool = False) -> None:
-    """Raises Held if it is not its turn."""
+    """Raises NotCalled if it is not its turn."""
     error = ConnectionError("the service is down")
     try:
         async with probes.trying(charge, saga):
@@ -43,10 +43,10 @@ async def test_of_those_that_have_failed_one_is_let_in_and_the_others_are_held(m
         await fails(probes, saga, first=True)
 
     await fails(probes, sagas[0])
-    with pytest.raises(Held):
+    with pytest.raises(NotCalled):
         await fails(probes, sagas[1])
     await fails(probes, some("bad-new"), first=True)  # who has not failed goes first
-    with pytest.raises(Held):
+    with pytest.raises(NotCalled):
         await fails(probes, sagas[0])
     async with probes.trying(charge, some("good")):
         pass
@@ -58,7 +58,7 @@ async def test_a_saga_whose_tenant_fails_makes_room_for_others_soon(monkeypatch:
     probes = Probes(Failing(watched=True))
     for n in range(IN_A_ROW):
         await fails(probes, some(f"bad-{n}", "a"), first=True)
-    with pytest.raises(Held):
+    with pytest.raises(NotCalled):
         await fails(probes, some("new", "a"), first=True)
     await fails(probes, some("new", "b"), first=True)
 
@@ -89,6 +89,6 @@ async def test_a_call_that_hangs_keeps_none_waiting_that_has_not_failed(monkeypa
         group.create_task(hang())
         await begun.wait()
         await fails(probes, some("bad-new"), first=True)
-        with pytest.raises(Held):  # one of them at a time
+        with pytest.raises(NotCalled):  # one of them at a time
             await fails(probes, sagas[1])
         answers.set()

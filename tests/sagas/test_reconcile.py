@@ -15,7 +15,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings
 from tests.support.collisions import a_lock_is_taken, collide

@@ -20,7 +20,7 @@ from idemconsumer import OutcomeKind, Saga, Step, StoreUnavailable
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, Fenced
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State, StepKind, StepState
 from idemconsumer.sql.queries import load

@@ -11,10 +11,10 @@ import psycopg
 import pytest
 
 from idemconsumer import OutcomeKind, Saga
-from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.sql.queries import load
 from tests.support.sagas import SCHEMA, Bench, OpenStation, Station, order, put, saga
 from tests.support.servers.made import PostgresServer

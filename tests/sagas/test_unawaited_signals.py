@@ -10,7 +10,7 @@ import pytest
 
 from idemconsumer import App, Saga, idempotent_handler
 from idemconsumer.admin.orphans import find_unawaited
-from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.cli.inspect import findings
 from idemconsumer.cli.saga_lines import facts
 from idemconsumer.message import keys

@@ -11,7 +11,7 @@ import pytest
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown
 from idemconsumer.engine.work import Work
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import SagaPoint
 from idemconsumer.rules.values import State, StepKind, StepState
 from idemconsumer.stores.leases import _step

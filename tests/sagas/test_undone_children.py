@@ -14,7 +14,7 @@ from idemconsumer import (
     OutcomeKind,
     StoreUnavailable,
 )
-from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.errors import Fenced
 from idemconsumer.rules.values import State, StepKind
 from tests.support.families import (

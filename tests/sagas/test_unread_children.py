@@ -11,10 +11,10 @@ import pytest
 from idemconsumer import (
     Message,
 )
-from idemconsumer.engine.letters import dead_letter
+from idemconsumer.engine.dead_letter import dead_letter
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import BadMessage
-from idemconsumer.ports.store import DeadLetter
+from idemconsumer.ports.store import NewDeadLetter
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings
 from tests.support.families import (
@@ -28,7 +28,7 @@ from tests.support.sagas import Bench
 from tests.support.waiting import until
 
 
-def unread(family: Family, body: bytes = b"{", reason: str = "undecodable") -> DeadLetter:
+def unread(family: Family, body: bytes = b"{", reason: str = "undecodable") -> NewDeadLetter:
     """That of the message of the child `r`."""
     bound = family.bound["ride"]
     work = Work.of(bound, Message(bound.own_source, body, message_id="r"), refusal=BadMessage(reason, "at byte 1"))

@@ -11,12 +11,12 @@ import psycopg
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, SignalTimeout
-from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.brokers.postgres_broker import PostgresBroker
 from idemconsumer.engine.work import Work
 from idemconsumer.message import keys
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State
 from idemconsumer.sagas.run import SagaInterrupted
 from idemconsumer.settings import Settings

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from idemconsumer.errors import Fenced
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State, StepKind, StepState
 from tests.stores.lease_harness import (
     APP,

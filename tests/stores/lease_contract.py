@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State
 from tests.stores.fence_contract import FenceContract

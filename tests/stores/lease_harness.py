@@ -11,8 +11,8 @@ from typing import Protocol
 import pytest
 
 from idemconsumer.message.message import Message, StoredResult
-from idemconsumer.ports.handler import Tx
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.arguments import Tx
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Record, StepKind, StepRow, StepState
 from idemconsumer.stores.joined import PostgresStore

@@ -9,7 +9,7 @@ import pytest
 
 from idemconsumer.errors import CommitUnknown, Contention, Fenced, HandlerFault, StoreUnavailable
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import Record, State, StepKind, StepRow, StepState
 from tests.stores.lease_harness import (
     OUTPUT,

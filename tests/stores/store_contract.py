@@ -15,8 +15,8 @@ import pytest
 
 from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, HandlerFault, StoreUnavailable
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.handler import Tx
-from idemconsumer.ports.store import Claim, DeadLetter
+from idemconsumer.ports.arguments import Tx
+from idemconsumer.ports.store import Claim, NewDeadLetter
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.joined import PostgresStore
 
@@ -54,9 +54,9 @@ def claim_of(text: str, *, fingerprint: bytes | None = b"f" * 32) -> Claim:
     return Claim(sha256(text.encode()).digest(), "shop/-/pay", fingerprint)
 
 
-def letter_of(text: str, *, reason: str = "attempts_exhausted") -> DeadLetter:
+def letter_of(text: str, *, reason: str = "attempts_exhausted") -> NewDeadLetter:
     identity = sha256(f"{reason} {text}".encode()).digest()
-    return DeadLetter(
+    return NewDeadLetter(
         identity, "pay", "shop/-/pay", "memory:orders", "orders-1", reason, "boom\x00", b"\x00\xff", {"h": b"\xff"}
     )
 

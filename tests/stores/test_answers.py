@@ -13,7 +13,7 @@ from psycopg.rows import dict_row
 
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.handler import Tx
+from idemconsumer.ports.arguments import Tx
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.answers import begun, outcomes
 from idemconsumer.stores.joined import PostgresStore

@@ -14,7 +14,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from idemconsumer.admin.sender import connected
-from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.brokers.postgres_broker import PostgresBroker
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing

@@ -15,7 +15,7 @@ from idemconsumer import Tx
 from idemconsumer.engine.engine import Engine
 from idemconsumer.rules.habits import Habits
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.session import Session
+from idemconsumer.stores.session import PoolSession
 from tests.stores.store_contract import A
 from tests.support.ledger import Ledger, run, write
 from tests.support.waiting import until
@@ -117,16 +117,16 @@ async def test_who_comes_next_finds_the_connection_idle(
 
 
 # ------------------------------------------------------------------------------- what libpq does not call a transaction
-async def enters(connection: Session) -> None:
+async def enters(connection: PoolSession) -> None:
     connection.pgconn.enter_pipeline_mode()
 
 
-async def sends_no_sync(connection: Session) -> None:
+async def sends_no_sync(connection: PoolSession) -> None:
     await enters(connection)
     connection.pgconn.send_query_params(b"select 1", None)
 
 
-async def reads_without_a_sync(connection: Session) -> None:
+async def reads_without_a_sync(connection: PoolSession) -> None:
     await sends_no_sync(connection)
     connection.pgconn.send_flush_request()
     await connection.wait(generators.execute(connection.pgconn))
@@ -135,7 +135,7 @@ async def reads_without_a_sync(connection: Session) -> None:
 
 @pytest.mark.parametrize("leave", [enters, sends_no_sync, reads_without_a_sync])
 async def test_a_connection_in_a_pipeline_is_given_to_nobody(
-    one_connection: PostgresStore, book: Ledger, leave: Callable[[Session], Awaitable[None]]
+    one_connection: PostgresStore, book: Ledger, leave: Callable[[PoolSession], Awaitable[None]]
 ) -> None:
     async with one_connection.pool.connection() as connection:
         await leave(connection)

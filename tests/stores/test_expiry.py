@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace as changed
 
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.joined import PostgresStore

@@ -13,7 +13,7 @@ import pytest
 from idemconsumer import App, ConfigurationError, HandlerError, Saga, Tx
 from idemconsumer.admin.decisions import Deciding
 from idemconsumer.admin.doctor import examine_secrets
-from idemconsumer.admin.keys import Keys
+from idemconsumer.admin.stored_keys import Keys
 from idemconsumer.errors import NothingFound
 from idemconsumer.hashing import HASHING, Hashing
 from idemconsumer.message import keys

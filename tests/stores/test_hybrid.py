@@ -16,8 +16,8 @@ from idemconsumer.ports.requests import Held, Running
 from idemconsumer.rules.values import Record, State
 from idemconsumer.stores.hybrid import HybridRequests
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.postgres_requests import PostgresRequests
 from idemconsumer.stores.redis.copies import Copies
-from idemconsumer.stores.requests import PostgresRequests
 from idemconsumer.testing import RequestHarness, RequestProcess, RequestStoreContract
 from tests.support.leases import UnkeptLease
 from tests.support.ledger import SCHEMA, Ledger

@@ -13,7 +13,7 @@ import pytest
 from idemconsumer import Batch, Tx, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import HandlerFault
-from idemconsumer.stores import lending
+from idemconsumer.stores import checkout as lending
 from idemconsumer.stores.tx import PostgresTx
 from tests.support.ledger import SOURCE, Ledger, kinds, to_the_end, works, write
 from tests.support.waiting import PATIENCE

@@ -9,7 +9,7 @@ from redis.asyncio.connection import SSLConnection
 from redis.exceptions import RedisError
 
 from idemconsumer.embedded.postgres import free_port
-from idemconsumer.stores.redis.client import Redises, _Ours
+from idemconsumer.stores.redis.redis_client import Redises, _Ours
 from tests.support.servers.made import PrivateRedis
 from tests.support.servers.tls import authority, issue
 

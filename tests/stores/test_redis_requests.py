@@ -22,9 +22,9 @@ import redis
 from idemconsumer.errors import CannotKeep, ConfigurationError, StoreUnavailable
 from idemconsumer.ports.requests import Held, Running
 from idemconsumer.rules.values import Record, State
-from idemconsumer.stores.redis.checks import examine
 from idemconsumer.stores.redis.copies import Copies
-from idemconsumer.stores.redis.requests import RedisRequests
+from idemconsumer.stores.redis.redis_checks import examine
+from idemconsumer.stores.redis.redis_requests import RedisRequests
 from idemconsumer.stores.redis.scripts import NotReplicated, name_of
 from idemconsumer.testing import RequestHarness, RequestProcess, RequestStoreContract
 from tests.support import ROOT
@@ -158,7 +158,7 @@ async def test_what_runs_is_renewed_and_a_killed_process_is_over_with_its_lease(
 
 _OWNER = """
 import asyncio, sys
-from idemconsumer.stores.redis.requests import RedisRequests
+from idemconsumer.stores.redis.redis_requests import RedisRequests
 from tests.stores.store_contract import A
 
 async def main(address, lease):

@@ -12,11 +12,11 @@ import pytest
 from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import ConfigurationError, StoreChanged, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler, idempotent_handler
-from idemconsumer.ports.handler import Tx
+from idemconsumer.ports.arguments import Tx
 from idemconsumer.sql.queries import NUMBERED
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.session import Session
+from idemconsumer.stores.session import PoolSession
 from idemconsumer.worker.retention import prune_once
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, works
 from tests.support.servers.made import PrivatePostgres
@@ -309,11 +309,11 @@ async def test_what_others_have_met_may_be_back_when_it_is_asked_for(
     ledger: Ledger, store: PostgresStore, monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
     """Else a good message would be dead, since its statement works again when it is sent without the handler."""
-    engine, rollback = Engine(store), Session.rollback
+    engine, rollback = Engine(store), PoolSession.rollback
     if whose == "its own":
         ledger.run(VIOLATED)
 
-    async def mended(session: Session) -> None:
+    async def mended(session: PoolSession) -> None:
         if whose == "ours":
             ledger.run("alter function idemconsumer.gone(text) rename to seal")
         await rollback(session)
@@ -326,7 +326,7 @@ async def test_what_others_have_met_may_be_back_when_it_is_asked_for(
             await engine.run(works(_writes, "another"))
         if whose == "its own":
             ledger.run("alter function idemconsumer.gone(text) rename to seal")
-        monkeypatch.setattr(Session, "rollback", mended)
+        monkeypatch.setattr(PoolSession, "rollback", mended)
 
     if whose == "ours":
         with pytest.raises(StoreChanged, match="does not exist"):

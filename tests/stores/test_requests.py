@@ -18,13 +18,13 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer.admin.decisions import Deciding
 from idemconsumer.admin.doctor import diagnose
-from idemconsumer.admin.keys import Keys
+from idemconsumer.admin.stored_keys import Keys
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.ports.requests import Held, Running
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.requests import PostgresRequests
+from idemconsumer.stores.postgres_requests import PostgresRequests
 from idemconsumer.testing import RequestHarness, RequestProcess, RequestStoreContract
 from idemconsumer.worker.retention import prune_once
 from tests.support.foreign import FOREIGN
@@ -370,7 +370,7 @@ async def test_without_a_database_nothing_is_decided_and_nothing_hangs() -> None
 _OWNER = """
 import asyncio, sys
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.requests import PostgresRequests
+from idemconsumer.stores.postgres_requests import PostgresRequests
 from tests.stores.store_contract import A
 
 async def main(dsn, lease):

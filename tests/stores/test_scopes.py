@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark
 from idemconsumer.stores.joined import PostgresStore

@@ -11,7 +11,7 @@ from psycopg import sql
 
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.stores.pool import Pool
-from idemconsumer.stores.session import Session, SessionRules
+from idemconsumer.stores.session import PoolSession, SessionRules
 from tests.support.ledger import SCHEMA, Ledger, OpenStore
 
 
@@ -47,7 +47,7 @@ async def test_what_harms_no_rule_is_not_refused(ledger: Ledger, open_store: Ope
 
 async def test_text_in_another_encoding_is_refused(database: str) -> None:
     rules = SessionRules(database, 30.0, None)
-    async with await Session.connect(rules.conninfo, autocommit=True) as connection:
+    async with await PoolSession.connect(rules.conninfo, autocommit=True) as connection:
         await connection.execute("set client_encoding = latin1")
         with pytest.raises(ConfigurationError, match="client_encoding is 'LATIN1'"):
             await rules.prepare(connection)

@@ -12,12 +12,12 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.brokers.postgres_broker import PostgresBroker
 from idemconsumer.errors import ConfigurationError, GuardViolated, StoreUnavailable
 from idemconsumer.message.message import Message, StoredResult, Subscription
 from idemconsumer.message.origin import restored
+from idemconsumer.ports.arguments import Tx
 from idemconsumer.ports.broker import Bounds
-from idemconsumer.ports.handler import Tx
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.settings import Settings
 from idemconsumer.stores import session
@@ -159,16 +159,16 @@ async def test_the_end_of_an_outage_is_noticed_while_it_is_waited_for(
     store: PostgresStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool says nothing of an attempt that failed, and makes no other one."""
-    tries, connect = 0, session.Session.connect
+    tries, connect = 0, session.PoolSession.connect
 
-    async def late(conninfo: str = "", **more: Any) -> session.Session:
+    async def late(conninfo: str = "", **more: Any) -> session.PoolSession:
         nonlocal tries
         tries += 1
         if tries < 3:
             raise psycopg.OperationalError("the database system is in recovery mode")
         return await connect(conninfo, **more)
 
-    monkeypatch.setattr(session.Session, "connect", late)
+    monkeypatch.setattr(session.PoolSession, "connect", late)
     async with store.transaction(group=1):  # on the connection that is open already
         assert await store.peek([A.key]) == [None]
     assert tries == 3

@@ -6,7 +6,7 @@ import msgspec
 import psycopg
 import pytest
 
-from idemconsumer.stores.server import Server, Table, advice, of_server, of_tables, wal_gb
+from idemconsumer.stores.server import Server, TunedTable, advice, of_server, of_tables, wal_gb
 from tests.support.servers.postgres import migrated
 
 GOOD = Server(records=2e6, wal_mb=16 * 1024, minutes=30, compression="off", lz4=True, autovacuum=True)
@@ -43,11 +43,11 @@ def test_the_log_between_two_checkpoints_grows_with_the_index() -> None:
 
 
 def test_a_table_is_named_that_autovacuum_does_not_visit_or_late() -> None:
-    assert of_tables("s", [Table("record", 1e8, True, 0.02), Table("dead_letter", 1e8, True, 0.2)]) == []
-    assert of_tables("s", [Table("record", 1e3, True, 0.2)]) == []
-    (off,) = of_tables("s", [Table("queue", 0, False, 0.02)])
+    assert of_tables("s", [TunedTable("record", 1e8, True, 0.02), TunedTable("dead_letter", 1e8, True, 0.2)]) == []
+    assert of_tables("s", [TunedTable("record", 1e3, True, 0.2)]) == []
+    (off,) = of_tables("s", [TunedTable("queue", 0, False, 0.02)])
     assert off.endswith('run: ALTER TABLE "s"."queue" RESET (autovacuum_enabled)')
-    (late,) = of_tables("s", [Table("record", 1e8, True, 0.2)])
+    (late,) = of_tables("s", [TunedTable("record", 1e8, True, 0.2)])
     assert late.endswith('run: ALTER TABLE "s"."record" SET (autovacuum_vacuum_scale_factor = 0.02)')
 
 

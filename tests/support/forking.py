@@ -30,8 +30,9 @@ _MOST: Final = 32  # descriptors
 _PATIENCE: Final = 10.0
 _PR_SET_NAME: Final = 15
 _IMPORTED: Final = (
-    "idemconsumer.brokers.kafka.broker", "idemconsumer.brokers.rabbitmq.broker", "idemconsumer.brokers.sqs.broker",
-    "idemconsumer.cli.banner", "idemconsumer.cli.main", "idemconsumer.cli.run",
+    "idemconsumer.brokers.kafka.kafka_broker", "idemconsumer.brokers.rabbitmq.rabbitmq_broker",
+    "idemconsumer.brokers.sqs.sqs_broker",
+    "idemconsumer.cli.banner", "idemconsumer.cli.main", "idemconsumer.cli.run_verb",
     "idemconsumer.cli.target", "idemconsumer.process.child", "idemconsumer.testing.crash",
     "idemconsumer.worker.worker", "runpy",
 )  # fmt: skip

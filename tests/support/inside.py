@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
     from idemconsumer import App
     from idemconsumer.app.inline import InlineRunner
-    from idemconsumer.brokers.kafka.session import KafkaSession
+    from idemconsumer.brokers.kafka.kafka_session import KafkaSession
     from idemconsumer.brokers.memory import MemoryBroker
-    from idemconsumer.brokers.postgres import PostgresBroker
+    from idemconsumer.brokers.postgres_broker import PostgresBroker
     from idemconsumer.brokers.postgres_session import PostgresSession
-    from idemconsumer.brokers.rabbitmq.session import RabbitmqSession
-    from idemconsumer.brokers.sqs.session import SqsSession
+    from idemconsumer.brokers.rabbitmq.rabbitmq_session import RabbitmqSession
+    from idemconsumer.brokers.sqs.sqs_session import SqsSession
     from idemconsumer.engine.company import Company
     from idemconsumer.engine.engine import Engine
     from idemconsumer.engine.group_sizes import GroupSizes
     from idemconsumer.handlers.handler import BoundHandler
     from idemconsumer.observe.summing import Summing
     from idemconsumer.rules.habits import Habits
-    from idemconsumer.sagas.engine import LeasedEngine
+    from idemconsumer.sagas.saga_engine import LeasedEngine
     from idemconsumer.settings import Settings
     from idemconsumer.stores.claims import PostgresClaims
     from idemconsumer.stores.heartbeat import Heartbeat
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from idemconsumer.stores.leases import PostgresLeases
     from idemconsumer.stores.pool import Pool
     from idemconsumer.stores.redis.keeping import Keeper
-    from idemconsumer.stores.redis.requests import RedisRequests
+    from idemconsumer.stores.redis.redis_requests import RedisRequests
     from idemconsumer.stores.sharing import Sharing
     from idemconsumer.stores.tx import PostgresTx
     from idemconsumer.worker.deadlines import Deadlines
@@ -420,4 +420,6 @@ def polls_of(session: SqsSession) -> int:
 
 def keep_nothing_invisible(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held is not extended in the background."""
-    monkeypatch.setattr("idemconsumer.brokers.sqs.session.SqsSession._keep_invisible", lambda self: asyncio.sleep(3600))
+    monkeypatch.setattr(
+        "idemconsumer.brokers.sqs.sqs_session.SqsSession._keep_invisible", lambda self: asyncio.sleep(3600)
+    )

@@ -14,8 +14,8 @@ from aiokafka.errors import GroupCoordinatorNotAvailableError, KafkaError
 from aiokafka.protocol.admin import DeleteGroupsRequest
 from aiokafka.structs import OffsetAndMetadata
 
-from idemconsumer.brokers.kafka.broker import KafkaBroker
-from idemconsumer.brokers.kafka.session import KafkaSession
+from idemconsumer.brokers.kafka.kafka_broker import KafkaBroker
+from idemconsumer.brokers.kafka.kafka_session import KafkaSession
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery
 from idemconsumer.settings import Settings

@@ -13,7 +13,7 @@ import psycopg
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.positions import Kept, Place, Reached
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.positions import PostgresPositions
+from idemconsumer.stores.kafka_positions import PostgresPositions
 
 
 @dataclass

@@ -14,7 +14,7 @@ from aiobotocore.session import get_session
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 
-from idemconsumer.message.replies import KAFKA_CORRELATION, KAFKA_PARTITION, KAFKA_TOPIC, MESSAGE_ID, OUTCOME
+from idemconsumer.message.reply_address import KAFKA_CORRELATION, KAFKA_PARTITION, KAFKA_TOPIC, MESSAGE_ID, OUTCOME
 from tests.support.kafka import create_topic
 from tests.support.waiting import PATIENCE, until
 

@@ -22,12 +22,12 @@ from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.handlers.options import Options
 from idemconsumer.message.message import Subscription
+from idemconsumer.ports.arguments import Saga, Step
 from idemconsumer.ports.broker import Bounds
-from idemconsumer.ports.handler import Saga, Step
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import Observer
 from idemconsumer.rules.values import State
-from idemconsumer.sagas.engine import LeasedEngine
+from idemconsumer.sagas.saga_engine import LeasedEngine
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
 from tests.support.servers.postgres import emptied, migrated

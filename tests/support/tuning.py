@@ -38,7 +38,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "cancel_patience": at("stores.connection._CANCEL_SECONDS"),
     "commit_is_slow_after": at("stores.connection._SLOW_COMMIT"),
     "slow_commit_pause": at("stores.slow_commits._ASK_EVERY"),
-    "answer_patience": at("stores.pool.PATIENCE", "stores.claims.PATIENCE", "stores.lending.PATIENCE"),
+    "answer_patience": at("stores.pool.PATIENCE", "stores.claims.PATIENCE", "stores.checkout.PATIENCE"),
     "connection_patience": at("stores.pool._ACQUIRE_SECONDS"),
     "pool_patience": at("stores.pool.PATIENCE"),
     "claim_patience": at("stores.claims.PATIENCE"),
@@ -60,11 +60,11 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "migration_lock_pause": at("stores.waiting_for_locks._LOOKS"),
     # decisions
     "runs_before_ahead": at("rules.habits._RUNS"),  # a number
-    "failures_in_a_row": at("rules.failing.IN_A_ROW"),  # a number
-    "failing_is_free_for": at("rules.failing.FREE"),
-    "next_probe_pause": at("rules.failing.NEXT"),
-    "failed_probe_pause": at("rules.failing.AGAIN"),
-    "probe_hangs_after": at("rules.failing.HANGS"),
+    "failures_in_a_row": at("rules.breaker.IN_A_ROW"),  # a number
+    "failing_is_free_for": at("rules.breaker.FREE"),
+    "next_probe_pause": at("rules.breaker.NEXT"),
+    "failed_probe_pause": at("rules.breaker.AGAIN"),
+    "probe_hangs_after": at("rules.breaker.HANGS"),
     "doubt": at("engine.endings.DOUBT"),
     "locks_are_scarce_for": at("rules.group_size._SCARCE"),
     # user code
@@ -80,7 +80,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "spread_bytes": at("worker.spread._MOST_BYTES"),  # a number
     "delivery_log_pause": at("engine.delivery_log._PAUSE"),
     "delivery_log_farewell": at("engine.delivery_log._FAREWELL"),
-    "schedule_retry_pause": at("worker.schedules._AGAIN"),
+    "schedule_retry_pause": at("worker.schedule_starter._AGAIN"),
     "steering_pause": at("worker.steering.EVERY"),
     "steering_retry_pause": at("worker.steering._AGAIN"),
     "steering_notice_pause": at("worker.steering._SOONEST"),
@@ -101,13 +101,13 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "inline_keys": at("app.inline._MAX_ATTEMPTS"),  # a number
     # HTTP
     "request_patience": at("http.modes.PATIENCE"),
-    "response_patience": at("http.leased._PATIENCE"),
-    "response_retry_pause": at("http.leased._AGAIN"),
+    "response_patience": at("http.leased_request._PATIENCE"),
+    "response_retry_pause": at("http.leased_request._AGAIN"),
     "endpoint_grace": at("http.exchange._GRACE"),
     "heartbeat_retry_pause": at("stores.heartbeat._AGAIN"),
-    "redis_asked_every": at("stores.redis.checks.EVERY"),
+    "redis_asked_every": at("stores.redis.redis_checks.EVERY"),
     "reconcile_grace": at("http.lost._GRACE"),
-    "closing_grace": at("http.opening._GRACE"),
+    "closing_grace": at("http.opened_stores._GRACE"),
     # the queue in Postgres
     "queue_visibility": at("brokers.postgres_session.VISIBILITY"),
     "queue_long_in_hand": at("brokers.postgres_session._LONG"),  # a number
@@ -117,37 +117,37 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "queue_look_pause": at("brokers.postgres_session._LOOK"),
     "listening_probe_pause": at("brokers.listening.PROBE"),
     # Kafka
-    "kafka_poll": at("brokers.kafka.session.POLL"),
-    "kafka_commit_pause": at("brokers.kafka.session.COMMIT_EVERY"),
-    "kafka_commit_patience": at("brokers.kafka.session.COMMIT_TIMEOUT"),
-    "kafka_probe_pause": at("brokers.kafka.session.PROBE_EVERY"),
-    "kafka_probe_patience": at("brokers.kafka.client.PROBE_TIMEOUT"),
+    "kafka_poll": at("brokers.kafka.kafka_session.POLL"),
+    "kafka_commit_pause": at("brokers.kafka.kafka_session.COMMIT_EVERY"),
+    "kafka_commit_patience": at("brokers.kafka.kafka_session.COMMIT_TIMEOUT"),
+    "kafka_probe_pause": at("brokers.kafka.kafka_session.PROBE_EVERY"),
+    "kafka_probe_patience": at("brokers.kafka.kafka_client.PROBE_TIMEOUT"),
     "kafka_confirmed_within": at("brokers.kafka.publishing.PUBLISH_TIMEOUT", "brokers.kafka.publishing.CONFIRM"),
-    "kafka_given_up_after": at("brokers.kafka.health.GIVE_UP"),
+    "kafka_given_up_after": at("brokers.kafka.kafka_health.GIVE_UP"),
     "kafka_place_pause": at("brokers.kafka.reading.PLACE_AGAIN"),
     "kafka_confirm_patience": at("brokers.kafka.publishing.CONFIRM"),
-    "kafka_metadata_age": at("brokers.kafka.broker.METADATA_MAX_AGE_MS", unit=_in_milliseconds),
+    "kafka_metadata_age": at("brokers.kafka.kafka_broker.METADATA_MAX_AGE_MS", unit=_in_milliseconds),
     "unreadable_look_pause": at("brokers.kafka.unreadable.LOOK_AGAIN"),
     "unreadable_log_pause": at("brokers.kafka.unreadable.SAY_AGAIN"),
     # RabbitMQ
     "rabbitmq_heartbeat": at("brokers.rabbitmq.link.HEARTBEAT"),
     "rabbitmq_farewell": at("brokers.rabbitmq.link.FAREWELL"),
-    "rabbitmq_confirm_patience": at("brokers.rabbitmq.broker.CONFIRM"),
+    "rabbitmq_confirm_patience": at("brokers.rabbitmq.rabbitmq_broker.CONFIRM"),
     # SQS
-    "sqs_calls": at("brokers.sqs.client.CALLS"),  # a number
-    "sqs_read_patience": at("brokers.sqs.client.READ_TIMEOUT"),
-    "sqs_silent_after": at("brokers.sqs.session.SILENT"),
-    "sqs_visibility": at("brokers.sqs.client.LEAST_VISIBILITY"),
-    "sqs_backoff": at("brokers.sqs.session._BACKOFF"),  # two: the first pause, the longest
-    "sqs_calm": at("brokers.sqs.session._CALM"),
-    "sqs_farewell": at("brokers.sqs.session._FAREWELL"),
-    "sqs_retries": at("brokers.sqs.session._PATIENCE"),  # a number
+    "sqs_calls": at("brokers.sqs.sqs_client.CALLS"),  # a number
+    "sqs_read_patience": at("brokers.sqs.sqs_client.READ_TIMEOUT"),
+    "sqs_silent_after": at("brokers.sqs.sqs_session.SILENT"),
+    "sqs_visibility": at("brokers.sqs.sqs_client.LEAST_VISIBILITY"),
+    "sqs_backoff": at("brokers.sqs.sqs_session._BACKOFF"),  # two: the first pause, the longest
+    "sqs_calm": at("brokers.sqs.sqs_session._CALM"),
+    "sqs_farewell": at("brokers.sqs.sqs_session._FAREWELL"),
+    "sqs_retries": at("brokers.sqs.sqs_session._PATIENCE"),  # a number
     # what a person asks for, and what is said
     "letters_of_a_page": at("admin.dead_letters._PAGE", "admin.dead_letters._WHOLE"),  # a number
     "letters_of_a_redrive": at("admin.redrives._TOGETHER"),  # a number
     "status_rows": at("admin.status.MOST"),  # a number
     "transaction_is_long_after": at("admin.doctor.LONG"),
-    "messages_of_a_step": at("cli.messages._BATCH"),  # a number
+    "messages_of_a_step": at("cli.message_verbs._BATCH"),  # a number
     "scrape_patience": at("observe.database.DEADLINE"),
     "look_patience": at("observe.database._PATIENCE"),
     "pause_between_looks": at("observe.database.AGAIN"),

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from idemconsumer import App, Tx
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.adapters import connect
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings

@@ -8,8 +8,8 @@ import pytest
 
 from idemconsumer.message.message import Subscription
 from idemconsumer.testing import BrokerContract
-from idemconsumer.testing.kit.broker import KitBroker
 from idemconsumer.testing.kit.hub import Hub
+from idemconsumer.testing.kit.kit_broker import KitBroker
 
 
 class Harness:

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 
 from idemconsumer import App, Batch, Key, Message, Reject, Tx
-from idemconsumer.brokers.sqs import client as sqs_client
+from idemconsumer.brokers.sqs import sqs_client as sqs_client
 from idemconsumer.process.child import launch
 from idemconsumer.settings import load
 from idemconsumer.testing.crash import CrashAt

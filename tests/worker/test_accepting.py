@@ -30,9 +30,9 @@ from idemconsumer.errors import CommitUnknown, Contention
 from idemconsumer.message import codecs
 from idemconsumer.message.origin import ORIGIN, Pending, with_origin
 from idemconsumer.ports.broker import Outgoing
-from idemconsumer.rules.accepting import progress
+from idemconsumer.rules.progress import progress
 from idemconsumer.rules.values import State
-from idemconsumer.stores import accepting as storing
+from idemconsumer.stores import acceptance as storing
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.deadlines import Deadlines
 from tests.support.inside import give_settings, inline_of, pool_of

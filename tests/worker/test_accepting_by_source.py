@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import Accepted, App, BadMessage, ConfigurationError, Key, Message, Progress, Saga, Tx
-from idemconsumer.admin.keys import Keys
+from idemconsumer.admin.stored_keys import Keys
 from idemconsumer.app.sending import check_via
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
@@ -17,7 +17,7 @@ from idemconsumer.message.headers import decode_headers
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message as Sent
 from idemconsumer.message.origin import ACCEPTED
-from idemconsumer.message.replies import MESSAGE_ID
+from idemconsumer.message.reply_address import MESSAGE_ID
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.values import OutcomeKind, State
 from idemconsumer.stores.joined import PostgresStore

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import App, Message, Saga, Tx
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.adapters import connect
 from idemconsumer.ports.broker import Outgoing
 from tests.support.brokers import SCHEMES, Brokers
 from tests.support.servers.made import Server

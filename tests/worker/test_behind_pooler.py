@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from idemconsumer import App, Saga, Tx
-from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.brokers.postgres_broker import PostgresBroker
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing

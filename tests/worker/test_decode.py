@@ -19,7 +19,7 @@ from idemconsumer.admin.dead_letters import ALL
 from idemconsumer.admin.redrives import Redrives
 from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.ports.broker import Delivery, Epoch
-from idemconsumer.rules.failing import IN_A_ROW
+from idemconsumer.rules.breaker import IN_A_ROW
 from idemconsumer.rules.values import OutcomeKind, State
 from tests.support.inside import draining
 from tests.support.kafka import world_of

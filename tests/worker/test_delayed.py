@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from idemconsumer import App, ConfigurationError, Tx
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.adapters import connect
 from idemconsumer.brokers.sqs import wire
-from idemconsumer.brokers.sqs.client import Queue
+from idemconsumer.brokers.sqs.sqs_client import Queue
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from tests.support.workers import Bench, Item, body, note

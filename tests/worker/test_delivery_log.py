@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from idemconsumer import App, ConfigurationError, Message, Reject, Saga, StoreUnavailable, Tx
-from idemconsumer.admin.keys import KeyDetail, Keys
+from idemconsumer.admin.stored_keys import KeyDetail, Keys
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import LoggedDeliveries
 from idemconsumer.stores.joined import PostgresStore

@@ -14,7 +14,7 @@ import pytest
 from aiobotocore.session import get_session
 
 from idemconsumer import App, Tx
-from idemconsumer.brokers.sqs.broker import SqsBroker
+from idemconsumer.brokers.sqs.sqs_broker import SqsBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from tests.support.inside import in_flight, lanes_if_any

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import App, Reject, Retry, Saga, Step, Tx
-from idemconsumer.rules.failing import IN_A_ROW
+from idemconsumer.rules.breaker import IN_A_ROW
 from tests.support.logs import LogCapture, times
 from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE

@@ -14,7 +14,7 @@ from aiokafka import AIOKafkaProducer
 from idemconsumer import App, Message, Tx
 from idemconsumer.admin.dead_letters import ALL, Admin
 from idemconsumer.admin.redrives import Redrives
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.adapters import connect
 from idemconsumer.cli.inspect import findings
 from idemconsumer.errors import BadMessage
 from idemconsumer.message.message import Subscription

@@ -23,11 +23,11 @@ from idemconsumer import App, ConfigurationError, Key, Message, Reject, Saga, St
 from idemconsumer.admin.dead_letters import ALL
 from idemconsumer.admin.orphans import find_orphans
 from idemconsumer.admin.redrives import Redrives
-from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.cli.main import main
 from idemconsumer.http import AcceptLater, Idempotency, Route, current_tx
 from idemconsumer.http import Response as Answer
-from idemconsumer.rules.letters import Redriven
+from idemconsumer.rules.redriven import Redriven
 from idemconsumer.stores.migrations import names
 from tests.http.site import by_header, client, replayed, service
 from tests.support.inside import give_settings

@@ -15,7 +15,7 @@ from idemconsumer.admin.control import Controls
 from idemconsumer.admin.doctor import diagnose
 from idemconsumer.admin.status import status
 from idemconsumer.brokers.memory import MemorySession
-from idemconsumer.cli.status import state_of
+from idemconsumer.cli.status_verb import state_of
 from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds

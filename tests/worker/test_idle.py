@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from idemconsumer import App, Saga, Tx
-from idemconsumer.ports.leases import Look
+from idemconsumer.ports.leased_saga import DueLook
 from idemconsumer.stores.leases import PostgresLeases
 from tests.support.tuning import tuned
 from tests.support.workers import Bench, Item, note
@@ -50,10 +50,10 @@ async def test_one_look_is_for_all_sagas_and_queues_of_a_process(bench: Bench, m
         steering_retry_pause=3_600.0,  # what a worker says of itself comes every twelve seconds (O13)
         queue_lead_pause=3_600.0,  # who else listens is asked once a minute in the end (P11)
     )
-    look, looks = PostgresLeases.look, list[Look]()
+    look, looks = PostgresLeases.look, list[DueLook]()
     execute, sent = psycopg.AsyncCursor.execute, list[str]()
 
-    async def looked(leases: PostgresLeases, *args: Any) -> Look:
+    async def looked(leases: PostgresLeases, *args: Any) -> DueLook:
         looks.append(await look(leases, *args))
         return looks[-1]
 

@@ -23,7 +23,7 @@ from idemconsumer.ports.broker import Delivery, Epoch
 from idemconsumer.ports.observer import NullObserver, Point
 from idemconsumer.ports.store import Claim
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.readings import PostgresReading
+from idemconsumer.stores.suspect_readings import PostgresReading
 from idemconsumer.worker.intake import Intake, Read
 from idemconsumer.worker.outage import Outage
 from tests.support.inside import draining, lanes_if_any

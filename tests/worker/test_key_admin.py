@@ -11,8 +11,8 @@ import pytest
 
 from idemconsumer import App, ConfigurationError, Message, Reject, Saga, Tx
 from idemconsumer.admin.dead_letters import ALL, Admin
-from idemconsumer.admin.keys import KeyDetail, Keys
 from idemconsumer.admin.redrives import Redrives
+from idemconsumer.admin.stored_keys import KeyDetail, Keys
 from idemconsumer.errors import NothingFound
 from idemconsumer.rules.values import State
 from tests.support.waiting import until

@@ -14,7 +14,7 @@ from idemconsumer import App, Message, Reject, Retry, Tx, idempotent_handler
 from idemconsumer.engine.work import Work
 from idemconsumer.ports.broker import Delivery, Epoch
 from idemconsumer.ports.observer import NullObserver, Point
-from idemconsumer.worker.in_hand import Held, InHand
+from idemconsumer.worker.in_flight import InFlight, InHand
 from idemconsumer.worker.lane import Lane
 from tests.support.inside import draining, in_flight, in_memory
 from tests.support.tuning import tuned
@@ -289,7 +289,7 @@ async def test_a_delivery_is_settled_once_its_own_session_has_been_told() -> Non
     message = Message("memory:q", b'{"id": "1"}')
     work = Work.of(handle.plan.bind("lanes"), message)
     sessions: list[Any] = [Telling(), Telling()]
-    deliveries = [Held(work, Delivery(message, Epoch()), session) for session in sessions]
+    deliveries = [InFlight(work, Delivery(message, Epoch()), session) for session in sessions]
     nobody: Any = None
     await InHand(nobody, NullObserver())._settle(deliveries)
     assert seen == [[False, False], [True, False]]

@@ -9,7 +9,7 @@ import pytest
 from idemconsumer import App, Message, Saga, Tx
 from idemconsumer.admin.dead_letters import ALL, Admin, Which
 from idemconsumer.admin.redrives import Redrives
-from idemconsumer.rules.letters import Redriven
+from idemconsumer.rules.redriven import Redriven
 from idemconsumer.rules.values import OutcomeKind
 from idemconsumer.settings import Settings
 from idemconsumer.worker.retention import keep_letters, prune_once

@@ -14,10 +14,10 @@ from aiokafka import AIOKafkaProducer
 
 from idemconsumer import App, Message, Retry, Saga, Tx
 from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail
-from idemconsumer.brokers.kafka.session import KafkaSession
+from idemconsumer.brokers.kafka.kafka_session import KafkaSession
 from idemconsumer.brokers.postgres_session import PostgresSession
-from idemconsumer.brokers.rabbitmq.session import RabbitmqSession
-from idemconsumer.brokers.sqs.session import SqsSession
+from idemconsumer.brokers.rabbitmq.rabbitmq_session import RabbitmqSession
+from idemconsumer.brokers.sqs.sqs_session import SqsSession
 from idemconsumer.ports.broker import Delivery
 from tests.support.places import Place, kafka_place, rabbitmq_place, sqs_place
 from tests.support.servers.made import Server

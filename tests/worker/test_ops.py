@@ -30,8 +30,8 @@ from idemconsumer.embedded.postgres import free_port
 from idemconsumer.errors import SessionEnded
 from idemconsumer.observe import database as measured
 from idemconsumer.observe.counts import Counts
-from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.exposition import exposition
+from idemconsumer.observe.fleet import Fleet
 from idemconsumer.observe.ops import Ops
 from idemconsumer.observe.reports import Report, encoded
 from idemconsumer.ports.broker import Delivery
@@ -167,7 +167,7 @@ async def test_letters_that_are_to_be_forwarded_are_measured(database: str) -> N
             "insert into idemconsumer.forward (letter, app, handler, due_at, forwarded_at) select id, 'shop', 'take',"
             " now(), case when id = 1 then now() end from idemconsumer.dead_letter"
         )
-    looking = measured.Database(database, "idemconsumer")
+    looking = measured.DatabaseLook(database, "idemconsumer")
     found = await looking.look([])
     await looking.close()
     assert found is not None
@@ -335,11 +335,11 @@ async def test_a_poll_that_does_not_come_back_is_told(bench: Bench, monkeypatch:
 async def test_a_database_that_is_away_or_silent_holds_up_no_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned(monkeypatch, scrape_patience=0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        database = measured.Database(f"postgresql://u@127.0.0.1:{silent.getsockname()[1]}/d", "idemconsumer")
+        database = measured.DatabaseLook(f"postgresql://u@127.0.0.1:{silent.getsockname()[1]}/d", "idemconsumer")
         found = await database.look(["postgres:orders"])
         assert database._looking is not None, "it goes on, and is not waited for"
         await database.close()
-    text = exposition(Crew(1), found).decode()
+    text = exposition(Fleet(1), found).decode()
     assert "idemconsumer_database_up 0.0" in text
     assert "idemconsumer_sagas" not in text
 
@@ -348,7 +348,7 @@ async def test_a_database_that_is_back_is_measured_soon(database: str, monkeypat
     tuned(monkeypatch, look_patience=1.0, pause_between_looks=0.0)
     migrate(database, "idemconsumer")
     async with Proxy(int(str(conninfo_to_dict(database)["port"]))) as proxy:
-        looking = measured.Database(make_conninfo(database, host="127.0.0.1", port=proxy.port), "idemconsumer")
+        looking = measured.DatabaseLook(make_conninfo(database, host="127.0.0.1", port=proxy.port), "idemconsumer")
 
         async def answered() -> bool:
             return await looking.look([]) is not None
@@ -371,7 +371,7 @@ async def test_a_database_that_answers_is_up_whatever_measuring_takes(
     tuned(monkeypatch, look_patience=2.5)
     migrate(database, "idemconsumer")
     async with Proxy(int(str(conninfo_to_dict(database)["port"]))) as proxy:
-        looking = measured.Database(make_conninfo(database, host="127.0.0.1", port=proxy.port), "idemconsumer")
+        looking = measured.DatabaseLook(make_conninfo(database, host="127.0.0.1", port=proxy.port), "idemconsumer")
 
         async def look() -> tuple[bool, bool]:
             found = await looking.look([])
@@ -398,7 +398,7 @@ async def test_a_database_that_answers_is_up_whatever_measuring_takes(
 
 
 def test_a_worker_that_waits_for_a_server_does_not_consume() -> None:
-    crew = Crew(2)
+    crew = Fleet(2)
 
     def value(name: str, **labels: str) -> float | None:
         text = exposition(crew, None).decode()
@@ -431,7 +431,7 @@ async def test_probes_need_no_library(monkeypatch: pytest.MonkeyPatch, logged: L
     monkeypatch.setitem(sys.modules, "prometheus_client", None)  # as Python marks what is not there
     monkeypatch.delitem(sys.modules, "idemconsumer.observe.exposition")
     port = free_port()
-    async with Ops(Crew(0), Settings()).serving("127.0.0.1", port):
+    async with Ops(Fleet(0), Settings()).serving("127.0.0.1", port):
 
         async def get(path: str) -> str:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -14,11 +14,11 @@ import pytest
 
 from idemconsumer import App, BrokerUnavailable, ConfigurationError, Reject, Saga, Tx
 from idemconsumer.admin.doctor import diagnose
-from idemconsumer.admin.outbox import Outbox, Which
+from idemconsumer.admin.outgoing_messages import Outbox, OutgoingChoice
 from idemconsumer.admin.status import status
-from idemconsumer.message.replies import MESSAGE_ID
+from idemconsumer.message.reply_address import MESSAGE_ID
 from idemconsumer.ports.broker import Outgoing, Unsent
-from idemconsumer.worker.outgoing import Lane
+from idemconsumer.worker.outgoing import OutgoingLane
 from idemconsumer.worker.relay_connections import MOST
 from tests.support.foreign import FOREIGN
 from tests.support.inside import give_settings
@@ -204,13 +204,13 @@ async def test_one_relay_at_a_time_sends_to_a_destination(
     bench: Bench, taking: Taking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = list[int | None]()
-    its_round = Lane._round
+    its_round = OutgoingLane._round
 
-    async def watched(lane: Lane, connection: Any) -> int | None:
+    async def watched(lane: OutgoingLane, connection: Any) -> int | None:
         rounds.append(found := await its_round(lane, connection))
         return found
 
-    monkeypatch.setattr(Lane, "_round", watched)
+    monkeypatch.setattr(OutgoingLane, "_round", watched)
     taking.held.clear()
     publish(bench, *map(str, range(5)))
     async with bench.running(quiet(), kafka=KAFKA) as one:
@@ -260,7 +260,7 @@ async def test_a_refused_message_stops_its_key_until_it_is_parked_and_no_other(
         await running.until(lambda: left(bench) == [b"poison"])
     assert [each for each in taking.bodies if each.startswith(b"a")] == [b"a1", b"a2", b"a3"]
     assert taking.bodies.index(b"b1") < taking.bodies.index(b"b2")
-    (parked,) = await Outbox(bench.dsn, SCHEMA).messages(Which(parked=True))
+    (parked,) = await Outbox(bench.dsn, SCHEMA).messages(OutgoingChoice(parked=True))
     assert (parked.key, parked.tries, parked.error) == ("a", 3, "it is not to my taste")
     (said,) = entries(logged, "outgoing message parked, later messages with its key go on")
     assert (said["destination"], said["message"], said["key"]) == ("kafka:b", parked.id, "a")
@@ -270,7 +270,7 @@ async def test_a_refused_message_stops_its_key_until_it_is_parked_and_no_other(
     # A person has it sent again.
     taking.refused.clear()
     async with bench.running(quiet(), kafka=KAFKA) as running:
-        assert await Outbox(bench.dsn, SCHEMA).retry(Which(ids=[parked.id]), by="ann") == 1
+        assert await Outbox(bench.dsn, SCHEMA).retry(OutgoingChoice(ids=[parked.id]), by="ann") == 1
         await gone(running, bench)
     (again,) = (message for _, message in taking.sent if message.body == b"poison")
     assert again.headers[MESSAGE_ID] == parked.message_id
@@ -286,7 +286,7 @@ async def test_a_refused_message_under_a_key_that_no_index_holds_is_parked_at_on
     async with bench.running(quiet(), kafka=KAFKA) as running:
         await running.until(lambda: left(bench) == [b"poison"])
     assert sorted(taking.bodies) == [b"a2", b"b1"]
-    (parked,) = await Outbox(bench.dsn, SCHEMA).messages(Which(parked=True))
+    (parked,) = await Outbox(bench.dsn, SCHEMA).messages(OutgoingChoice(parked=True))
     assert (parked.tries, parked.error) == (1, "it is not to my taste")
 
 
@@ -301,7 +301,7 @@ async def test_a_refusal_that_no_column_holds_marks_what_was_sent(
     async with bench.running(quiet(), kafka=KAFKA) as running:
         await running.until(lambda: left(bench) == [b"poison"])
     assert taking.bodies == [b"b1"]
-    (parked,) = await Outbox(bench.dsn, SCHEMA).messages(Which(parked=True))
+    (parked,) = await Outbox(bench.dsn, SCHEMA).messages(OutgoingChoice(parked=True))
     assert parked.error == "not a�b?"
 
 

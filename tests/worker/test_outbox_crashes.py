@@ -12,7 +12,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from idemconsumer import App, Key, Tx
-from idemconsumer.message.replies import MESSAGE_ID
+from idemconsumer.message.reply_address import MESSAGE_ID
 from idemconsumer.ports.observer import Point
 from tests.support.brokers import Brokers
 from tests.support.kafka import World, world_of

@@ -10,7 +10,7 @@ import pytest
 from idemconsumer import App, ConfigurationError, Saga, Tx
 from idemconsumer.brokers.postgres_session import PostgresSession
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.ports.leases import Look
+from idemconsumer.ports.leased_saga import DueLook
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.pool import Pool
 from tests.support.inside import give_settings, lanes_if_any
@@ -141,9 +141,9 @@ async def test_what_cannot_be_read_changes_nothing(
 
 async def test_its_sagas_are_not_taken_and_go_on_later(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     app = App("held")
-    look, looks = PostgresLeases.look, list[Look]()
+    look, looks = PostgresLeases.look, list[DueLook]()
 
-    async def looked(leases: PostgresLeases, *args: Any) -> Look:
+    async def looked(leases: PostgresLeases, *args: Any) -> DueLook:
         looks.append(await look(leases, *args))
         return looks[-1]
 

@@ -21,7 +21,7 @@ from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.origin import restored
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.ports.observer import Point
-from idemconsumer.rules.letters import Redriven
+from idemconsumer.rules.redriven import Redriven
 from idemconsumer.rules.values import State
 from tests.support.tuning import tuned
 from tests.support.workers import SCHEMA, Bench, Item, body, note

@@ -12,7 +12,7 @@ import aio_pika
 import pytest
 
 from idemconsumer import App, Reject, Saga, Tx
-from idemconsumer.brokers.rabbitmq.broker import RabbitmqBroker
+from idemconsumer.brokers.rabbitmq.rabbitmq_broker import RabbitmqBroker
 from idemconsumer.ports.broker import Reply, Unsent
 from idemconsumer.ports.observer import Point
 from idemconsumer.settings import Settings

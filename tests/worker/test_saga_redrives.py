@@ -12,8 +12,8 @@ import pytest
 from idemconsumer import App, Reject, Saga, Step, Tx, Unknown
 from idemconsumer.admin.dead_letters import ALL, Admin, DeadLetterDetail, Which
 from idemconsumer.admin.redrives import Redrives
-from idemconsumer.admin.sagas import SagaAdmin
-from idemconsumer.rules.letters import Redriven
+from idemconsumer.admin.saga_admin import SagaAdmin
+from idemconsumer.rules.redriven import Redriven
 from idemconsumer.rules.values import State
 from tests.support.workers import SCHEMA, Bench, Item, Running, note
 

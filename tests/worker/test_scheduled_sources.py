@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from idemconsumer import App, Message, Retry, Tx
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.adapters import connect
 from idemconsumer.ports.broker import Outgoing
 from tests.support.places import Place, kafka_place, rabbitmq_place, sqs_place
 from tests.support.workers import Bench, Item, body, note

@@ -14,7 +14,7 @@ from idemconsumer.observe.counts import Counts
 from idemconsumer.rules.session_pause import SOON
 from idemconsumer.sql.queries import load
 from idemconsumer.worker.forwarding import Forwarder
-from idemconsumer.worker.outgoing import Lane
+from idemconsumer.worker.outgoing import OutgoingLane
 
 FAILURES = 12  # in a row
 
@@ -53,7 +53,7 @@ async def test_a_relay_looks_again_soon_unless_it_is_its_broker_that_is_away(
 
     monkeypatch.setattr("asyncio.timeout", timeout)
     gone: Any = Away(error)
-    lane = Lane("kafka:t", gone, gone, load("idemconsumer"), Counts(), gone, lambda *_: None)
+    lane = OutgoingLane("kafka:t", gone, gone, load("idemconsumer"), Counts(), gone, lambda *_: None)
     await lane.run()
     assert (max(pauses) <= SOON) == isinstance(error, StoreUnavailable)
 

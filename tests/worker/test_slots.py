@@ -19,7 +19,7 @@ from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings
 from idemconsumer.sql.queries import load
 from idemconsumer.worker.retention import prune_once
-from idemconsumer.worker.schedules import Schedules
+from idemconsumer.worker.schedule_starter import Schedules
 from tests.support.inside import queries_of, replace_queries
 from tests.support.logs import LogCapture, times
 from tests.support.servers.postgres import migrated
@@ -124,7 +124,7 @@ async def test_a_slot_is_started_with_the_mark_that_it_was(desk: Desk, monkeypat
         raise psycopg.OperationalError("gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr("idemconsumer.worker.schedules.enqueue", dies)
+        patched.setattr("idemconsumer.worker.schedule_starter.enqueue", dies)
         with pytest.raises(psycopg.OperationalError):
             await desk.worker().look()
     assert (desk.keys, desk.sql("select last from idemconsumer.schedule")) == ([], before)

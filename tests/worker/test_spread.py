@@ -13,13 +13,13 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer import App, Message, Retry, Tx, idempotent_handler
-from idemconsumer.brokers.kafka.broker import KafkaBroker
+from idemconsumer.brokers.kafka.kafka_broker import KafkaBroker
 from idemconsumer.engine.work import Work
 from idemconsumer.ports.broker import Delivery, Epoch, Outgoing
 from idemconsumer.ports.observer import NullObserver
 from idemconsumer.worker import lane as lanes
 from idemconsumer.worker.feed import _Kind, _kind
-from idemconsumer.worker.in_hand import Held, InHand
+from idemconsumer.worker.in_flight import InFlight, InHand
 from idemconsumer.worker.spread import Spread
 from tests.support.inside import in_flight, in_memory
 from tests.support.kafka import create_topic
@@ -205,10 +205,10 @@ class Lane:
     """Takes."""
 
     def __init__(self) -> None:
-        self.queue: list[Held] = []
+        self.queue: list[InFlight] = []
         self.woken = 0
 
-    def add(self, held: Held) -> None:
+    def add(self, held: InFlight) -> None:
         self.queue.append(held)
 
     def wake(self) -> None:
@@ -216,7 +216,7 @@ class Lane:
 
     def drain(self) -> None: ...
 
-    def clear(self) -> list[Held]:
+    def clear(self) -> list[InFlight]:
         return []
 
 
@@ -233,22 +233,22 @@ class Place:
 
     def add(
         self, *names: str, epoch: Epoch | None = None, headers: Mapping[str, str | bytes] | None = None
-    ) -> list[Held]:
+    ) -> list[InFlight]:
         nobody: Any = None
         arrived = []
         for name in names:
             message = Message("memory:q", body(Item(name)), headers or {})
-            held = Held(Work.of(self.bound, message), Delivery(message, epoch or Epoch()), nobody)
+            held = InFlight(Work.of(self.bound, message), Delivery(message, epoch or Epoch()), nobody)
             self.in_hand.add(held, self.spread).add(held)
             arrived.append(held)
         return arrived
 
 
-def _none(held: Held) -> list[Held]:
+def _none(held: InFlight) -> list[InFlight]:
     return []
 
 
-def names(deliveries: Sequence[Held]) -> str:
+def names(deliveries: Sequence[InFlight]) -> str:
     return "".join(held.work.call.key for held in deliveries if held.work.call is not None)
 
 

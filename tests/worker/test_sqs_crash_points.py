@@ -9,7 +9,7 @@ import psycopg
 import pytest
 from aiobotocore.session import get_session
 
-from idemconsumer.brokers.sqs.broker import SqsBroker
+from idemconsumer.brokers.sqs.sqs_broker import SqsBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.ports.observer import Point
 from idemconsumer.settings import Settings

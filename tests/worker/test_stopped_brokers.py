@@ -11,7 +11,7 @@ from aiobotocore.session import get_session
 from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer import App, Tx
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.adapters import connect
 from idemconsumer.ports.broker import Outgoing
 from tests.support.kafka import create_topic
 from tests.support.logs import LogCapture, times

@@ -12,7 +12,7 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer import App, Tx
-from idemconsumer.brokers.kafka.broker import KafkaBroker
+from idemconsumer.brokers.kafka.kafka_broker import KafkaBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from tests.support.inside import in_flight

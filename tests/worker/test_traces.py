@@ -14,7 +14,7 @@ from idemconsumer import App, ConfigurationError, Message, Reject, Saga, Step, T
 from idemconsumer.admin.dead_letters import ALL
 from idemconsumer.admin.redrives import Redrives
 from idemconsumer.app import following
-from idemconsumer.observe.tracing import OpenTelemetry
+from idemconsumer.observe.opentelemetry_spans import OpenTelemetry
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from tests.support.kafka import world_of
@@ -276,7 +276,7 @@ async def test_without_the_setting_nothing_is_followed_and_nothing_passed_on(
 
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delitem(sys.modules, "idemconsumer.observe.tracing", raising=False)
+    monkeypatch.delitem(sys.modules, "idemconsumer.observe.opentelemetry_spans", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     following._opened.cache_clear()
     yield

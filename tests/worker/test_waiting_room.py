@@ -15,7 +15,7 @@ from idemconsumer.errors import Contention
 from idemconsumer.message.keys import digest
 from idemconsumer.ports.broker import Delivery
 from idemconsumer.ports.observer import Point
-from idemconsumer.ports.store import Claim, DeadLetter
+from idemconsumer.ports.store import Claim, NewDeadLetter
 from idemconsumer.rules.values import Record
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.inside import in_flight, in_memory, lanes_of, nothing_in_flight, waiting_room
@@ -203,7 +203,7 @@ async def test_a_conflict_in_the_room_is_not_settled_before_its_dead_letter(
     bury = PostgresStore.bury
 
     async def locked_at_first(
-        self: PostgresStore, letter: DeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()
+        self: PostgresStore, letter: NewDeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()
     ) -> Record | int:
         tried.append(asyncio.get_running_loop().time())
         if len(tried) == 1:

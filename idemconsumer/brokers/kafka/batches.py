@@ -43,7 +43,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RecordBatch:
     """`next` is the offset behind its last record, `leaders` whose epoch it is of, as `Leaders.follow` takes it."""
 
     next: int
@@ -65,7 +65,7 @@ def refused(pieces: Iterable[Piece]) -> dict[int, BadMessage]:
 
 def batch_at(
     at: TopicPartition, fetched: bytes, position: int, aborted: Iterable[tuple[int, int]] = ()
-) -> Batch | None:
+) -> RecordBatch | None:
     """The batch that `position` is in, or the first one behind it; None if there is none in what was fetched.
 
     `aborted`: the transactions that Kafka names beside what was fetched, by producer and first offset. A batch of one
@@ -79,7 +79,7 @@ def batch_at(
         if following > position:
             undone = {producer for producer, first in aborted if first <= base}
             pieces = [each for each in _pieces(at, raw, base, following, undone) if each.next > position]
-            return Batch(following, pieces, list(leaders_of(raw)))
+            return RecordBatch(following, pieces, list(leaders_of(raw)))
     return None
 
 

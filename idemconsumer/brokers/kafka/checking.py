@@ -17,10 +17,10 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResourceType
 from aiokafka.errors import GroupAuthorizationFailedError, GroupCoordinatorNotAvailableError, KafkaError
 
-from idemconsumer.brokers.kafka.client import ALLOW_READ, create_command, name_of
 from idemconsumer.brokers.kafka.diagnosis import refusal
+from idemconsumer.brokers.kafka.kafka_client import ALLOW_READ, create_command, name_of
 from idemconsumer.brokers.kafka.questions import config_of, described_group, lacking_rights, may_read
-from idemconsumer.brokers.kafka.start import Log, start_at
+from idemconsumer.brokers.kafka.start import PartitionLog, start_at
 from idemconsumer.brokers.kafka.topics import Topics
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Finding
@@ -170,7 +170,7 @@ async def _lag_findings(
         starts, ends = await consumer.beginning_offsets(list(read)), await consumer.end_offsets(list(read))
         old = await _older_than(consumer, ends, None if kept is None or math.isinf(kept) else kept / 2)
     for at, offset in sorted(read.items()):
-        start = start_at(offset, Log(starts[at], ends[at]), latest=False)
+        start = start_at(offset, PartitionLog(starts[at], ends[at]), latest=False)
         where = f"{name_of(at)}: group {group!r} has read up to offset {offset}"
         if start.lost:
             text = f"{where}, and the log begins at {start.offset}: Kafka has deleted {start.lost} unread offset(s)"

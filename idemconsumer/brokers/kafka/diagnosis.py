@@ -12,8 +12,8 @@ from aiokafka.conn import AIOKafkaConnection, collect_hosts, create_conn
 from aiokafka.protocol.admin import SaslHandShakeRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
-from idemconsumer.brokers.kafka.client import words
-from idemconsumer.brokers.kafka.connection import NoToken
+from idemconsumer.brokers.kafka.kafka_client import words
+from idemconsumer.brokers.kafka.kafka_options import NoToken
 from idemconsumer.brokers.reaching import ANSWER, speaks_tls, unreached
 from idemconsumer.certificates import expired
 from idemconsumer.errors import BrokerUnavailable

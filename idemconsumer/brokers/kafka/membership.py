@@ -21,9 +21,9 @@ from aiokafka.errors import KafkaError
 from aiokafka.protocol.admin import DescribeGroupsRequest
 from aiokafka.protocol.group import LeaveGroupRequest
 
-from idemconsumer.brokers.kafka import client as kafka_client
-from idemconsumer.brokers.kafka.client import LOSS, admin_client, words
-from idemconsumer.brokers.kafka.connection import connection_options
+from idemconsumer.brokers.kafka import kafka_client as kafka_client
+from idemconsumer.brokers.kafka.kafka_client import LOSS, admin_client, words
+from idemconsumer.brokers.kafka.kafka_options import connection_options
 from idemconsumer.errors import BrokerUnavailable, Replaced
 from idemconsumer.settings import Settings
 

@@ -23,15 +23,15 @@ from typing import Any, Final
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from idemconsumer.brokers.kafka import client as kafka_client
+from idemconsumer.brokers.kafka import kafka_client as kafka_client
 from idemconsumer.brokers.kafka.batches import Piece
-from idemconsumer.brokers.kafka.client import cluster_of, name_of
+from idemconsumer.brokers.kafka.kafka_client import cluster_of, name_of
 from idemconsumer.brokers.kafka.questions import ends_of, present_leaders, topic_ids
 from idemconsumer.brokers.kafka.start import (
-    Log,
-    Mark,
+    OffsetMark,
+    PartitionLog,
+    PartitionStart,
     Resume,
-    Start,
     history_of,
     left_quiet,
     next_counter,
@@ -54,9 +54,9 @@ _CUT: Final = (
 @dataclass(frozen=True, slots=True)
 class _Found:
     committed: int | None
-    mark: Mark | None
+    mark: OffsetMark | None
     resume: Resume
-    start: Start
+    start: PartitionStart
     end: int
     quiet: bool
     leader: int | None
@@ -179,7 +179,7 @@ class Placing:
             kept, counter = self._kept[at], counters[at.topic, at.partition]
             if counter == kept.counter + 1:  # else another reader writes too: neither can say that it has been left
                 self._kept[at] = replace(kept, counter=counter)
-            commits[at] = (offset, str(Mark(kept.history, counter, kept.base)))
+            commits[at] = (offset, str(OffsetMark(kept.history, counter, kept.base)))
         return commits
 
     async def stop(self, at: TopicPartition, piece: Piece) -> bool:
@@ -241,18 +241,18 @@ class Placing:
             commits = await self._consumer._coordinator.fetch_committed_offsets(partitions)
             starts = await self._consumer.beginning_offsets(partitions)
             ends = await self._consumer.end_offsets(partitions)
-        resumes: dict[TopicPartition, tuple[int | None, Mark | None, Resume]] = {}
+        resumes: dict[TopicPartition, tuple[int | None, OffsetMark | None, Resume]] = {}
         for at in partitions:
             commit, row = commits.get(at), known.get((at.topic, at.partition))
             committed = None if commit is None else commit.offset
-            mark = None if commit is None or self._positions is None else Mark.of(commit.metadata or "")
+            mark = None if commit is None or self._positions is None else OffsetMark.of(commit.metadata or "")
             resumes[at] = committed, mark, resume(committed, mark, row, ids.get(at.topic))
         leaders = {at: each.leader for at, (*_, each) in resumes.items() if each.leader is not None}
         shared = await ends_of(self._consumer._client, leaders)
         found = {}
         for at in partitions:
             committed, mark, to_resume = resumes[at]
-            log = Log(starts[at], ends[at], shared.get(at))
+            log = PartitionLog(starts[at], ends[at], shared.get(at))
             start = start_at(to_resume.offset, log, latest=self._latest and to_resume.new)
             row = known.get((at.topic, at.partition))
             quiet = self._positions is not None and left_quiet(committed, row, to_resume)

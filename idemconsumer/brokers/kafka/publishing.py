@@ -16,11 +16,11 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError, TopicAuthorizationFailedError
 
 from idemconsumer.brokers.kafka.checking import missing_text, partitions_of
-from idemconsumer.brokers.kafka.client import LOSS, admin_client
 from idemconsumer.brokers.kafka.diagnosis import answered, unavailable
-from idemconsumer.brokers.kafka.relaying import Relaying, as_bytes, headers_of, key_of
+from idemconsumer.brokers.kafka.kafka_client import LOSS, admin_client
+from idemconsumer.brokers.kafka.relaying import TopicRelay, as_bytes, headers_of, key_of
 from idemconsumer.errors import BadMessage, BrokerUnavailable
-from idemconsumer.message.replies import CONTENT_TYPE, KAFKA_CORRELATION, MESSAGE_ID, OUTCOME
+from idemconsumer.message.reply_address import CONTENT_TYPE, KAFKA_CORRELATION, MESSAGE_ID, OUTCOME
 from idemconsumer.message.sources import BadSource, split_source
 from idemconsumer.opening import Opening
 from idemconsumer.ports.broker import Outgoing, Reply, Unsent
@@ -64,7 +64,7 @@ class Publisher:
 
     async def relay(self, topic: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
         """See `KafkaBroker.relay`."""
-        relaying = Relaying(self._relaying.get, self._relaying.discard, topic, messages, self._most_bytes)
+        relaying = TopicRelay(self._relaying.get, self._relaying.discard, topic, messages, self._most_bytes)
         try:
             async with answered(self._connection, CONFIRM):
                 await self._demand(topic)

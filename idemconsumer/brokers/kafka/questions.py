@@ -38,7 +38,7 @@ from aiokafka.protocol.types import (
     TaggedFields,
 )
 
-from idemconsumer.brokers.kafka import client as kafka_client
+from idemconsumer.brokers.kafka import kafka_client as kafka_client
 
 _NO_ID: Final = UUID(int=0)
 _UNTOLD: Final = -(2**31)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from idemconsumer.brokers.kafka.client import end_offsets, name_of, position_of
+from idemconsumer.brokers.kafka.kafka_client import end_offsets, name_of, position_of
 from idemconsumer.brokers.kafka.low_water import Leaders, Tracker
 from idemconsumer.brokers.kafka.placing import Placing
 from idemconsumer.brokers.kafka.topics import Topics

@@ -25,7 +25,7 @@ from aiokafka.errors import (
 )
 from aiokafka.partitioner import DefaultPartitioner
 
-from idemconsumer.brokers.kafka.client import words
+from idemconsumer.brokers.kafka.kafka_client import words
 from idemconsumer.brokers.sendable import record_bytes
 from idemconsumer.ports.broker import BEHIND, Outgoing, Unsent
 
@@ -46,7 +46,7 @@ _REFUSED: Final = (MessageSizeTooLargeError, RecordListTooLargeError, InvalidTim
 _partitioner = DefaultPartitioner()
 
 
-class Relaying:
+class TopicRelay:
     """Of messages to one topic. `answers`: what is known of each. A producer that `producer` gave is not used again
     after `discard`; no record is larger than `most_bytes`."""
 

@@ -14,11 +14,11 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import CommitFailedError, GroupCoordinatorNotAvailableError
 
 from idemconsumer.brokers.kafka.checking import missing_text, partitions_of
-from idemconsumer.brokers.kafka.client import LOSS, admin_client, cluster_of, name_of
-from idemconsumer.brokers.kafka.connection import connection_options
 from idemconsumer.brokers.kafka.diagnosis import unavailable
+from idemconsumer.brokers.kafka.kafka_client import LOSS, admin_client, cluster_of, name_of
+from idemconsumer.brokers.kafka.kafka_options import connection_options
 from idemconsumer.brokers.kafka.questions import described_group, present_leaders, topic_ids
-from idemconsumer.brokers.kafka.start import Mark
+from idemconsumer.brokers.kafka.start import OffsetMark
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.settings import Settings
 
@@ -32,7 +32,7 @@ class Move:
 
     partition: int
     before: int | None
-    mark: Mark | None
+    mark: OffsetMark | None
     offset: int
     leader: int | None
 
@@ -67,7 +67,7 @@ class GroupOffsets:
         self._consumer.assign(places)
         commits = await self._consumer._coordinator.fetch_committed_offsets(places)
         befores = {at: commit.offset for at, commit in commits.items()}
-        marks = {at: Mark.of(commit.metadata or "") for at, commit in commits.items()}
+        marks = {at: OffsetMark.of(commit.metadata or "") for at, commit in commits.items()}
         offsets = await self._offsets(to, starts, ends)
         for at, offset in offsets.items():
             if not starts[at] <= offset <= ends[at]:

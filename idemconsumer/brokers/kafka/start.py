@@ -12,7 +12,7 @@ _MARK: Final = re.compile(r"idemconsumer:(\w+):(\d+):(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class OffsetMark:
     """What goes with each offset that is committed to Kafka: the row of the database that was written before (K12)."""
 
     history: str
@@ -23,7 +23,7 @@ class Mark:
         return f"idemconsumer:{self.history}:{self.counter}:{self.base}"
 
     @classmethod
-    def of(cls, metadata: str) -> Mark | None:
+    def of(cls, metadata: str) -> OffsetMark | None:
         """None for an offset that somebody else has set."""
         found = _MARK.fullmatch(metadata)
         return None if found is None else cls(found[1], int(found[2]), int(found[3]))
@@ -60,7 +60,7 @@ class Resume:
         return not (self.set_back or self.anew or self.forgotten)
 
 
-def resume(committed: int | None, mark: Mark | None, kept: Kept | None, topic: str | None = None) -> Resume:
+def resume(committed: int | None, mark: OffsetMark | None, kept: Kept | None, topic: str | None = None) -> Resume:
     """What to believe: the offset in Kafka with its mark, or what the database has kept (K12). `topic` is the id of the
     topic that has the name now, None where Kafka does not tell it.
 
@@ -90,7 +90,7 @@ def resume(committed: int | None, mark: Mark | None, kept: Kept | None, topic: s
     return Resume(kept.position, kept=kept, older=kept.position != committed, leader=kept.leader)
 
 
-def next_counter(mark: Mark | None, row: Kept | None) -> int:
+def next_counter(mark: OffsetMark | None, row: Kept | None) -> int:
     """Of a history that begins: later than all that Kafka or the database knows, be it of another topic."""
     return max(-1 if mark is None else mark.counter, -1 if row is None else row.counter) + 1
 
@@ -109,7 +109,7 @@ def _of_another(history: str, topic: str | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class PartitionLog:
     """What a partition holds now: offsets from `start` up to but not including `end`. Up to `shared` it is the log that
     the group has read; None where nobody knows."""
 
@@ -119,7 +119,7 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class PartitionStart:
     """`lost`: how many offsets nobody will read, because the log no longer has them (K11). `beyond`: how many of those
     that the group has read are not in this log, which is another one from there on (K21)."""
 
@@ -128,16 +128,16 @@ class Start:
     beyond: int = 0
 
 
-def start_at(group: int | None, log: Log, *, latest: bool) -> Start:
+def start_at(group: int | None, log: PartitionLog, *, latest: bool) -> PartitionStart:
     """`group` is the offset up to which the group has read, None for a new group, which begins at the log's start, or
     with `latest` at its end."""
     if group is None:
-        return Start(log.end if latest else log.start)
+        return PartitionStart(log.end if latest else log.start)
     if group < log.start:
-        return Start(log.start, lost=log.start - group)
+        return PartitionStart(log.start, lost=log.start - group)
     if log.shared is not None and group > log.shared:
         begin = max(log.start, log.shared)
-        return Start(begin, beyond=group - begin)
+        return PartitionStart(begin, beyond=group - begin)
     if group > log.end:
-        return Start(log.start, beyond=group - log.end)
-    return Start(group)
+        return PartitionStart(log.start, beyond=group - log.end)
+    return PartitionStart(group)

@@ -21,9 +21,9 @@ from aiokafka.consumer.fetcher import READ_COMMITTED, FetchResult
 from aiokafka.errors import KafkaError, LeaderNotAvailableError, TopicAuthorizationFailedError, for_code
 from aiokafka.protocol.fetch import FetchRequest
 
-from idemconsumer.brokers.kafka import client as kafka_client
-from idemconsumer.brokers.kafka.batches import Batch, Piece, batch_at, leaders_of, refused
-from idemconsumer.brokers.kafka.client import ALLOW_READ, position_of
+from idemconsumer.brokers.kafka import kafka_client as kafka_client
+from idemconsumer.brokers.kafka.batches import Piece, RecordBatch, batch_at, leaders_of, refused
+from idemconsumer.brokers.kafka.kafka_client import ALLOW_READ, position_of
 from idemconsumer.brokers.kafka.placing import Placing
 from idemconsumer.brokers.kafka.reading import Partition, Reading
 from idemconsumer.ports.broker import Delivery
@@ -102,7 +102,7 @@ def _size_of(record: Any) -> int:
     return size + sum(len(name) + len(value or b"") for name, value in record.headers) if record.headers else size
 
 
-async def read_batch(consumer: AIOKafkaConsumer, at: TopicPartition, position: int) -> Batch | None:
+async def read_batch(consumer: AIOKafkaConsumer, at: TopicPartition, position: int) -> RecordBatch | None:
     """The batch at `position`, whatever is wrong with it; None if there is none. Raises TimeoutError or KafkaError."""
     client = consumer._client
     leader = client.cluster.leader_for_partition(at)

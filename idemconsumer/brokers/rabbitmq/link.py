@@ -55,7 +55,7 @@ class _Host:
         self.at = f"{self.name}:{self.port}"
 
 
-class Link:
+class RabbitmqLink:
     """Where RabbitMQ is and how to get in. Raises ConfigurationError for settings that cannot work."""
 
     def __init__(self, settings: Settings) -> None:

@@ -19,6 +19,7 @@ import aiormq
 from aiormq.exceptions import AMQPConnectionError
 from yarl import URL
 
+from idemconsumer.brokers.rabbitmq.amqp_channel import Ack
 from idemconsumer.brokers.rabbitmq.arrivals import (
     BODY,
     DELIVER,
@@ -29,7 +30,6 @@ from idemconsumer.brokers.rabbitmq.arrivals import (
     delivered,
     described,
 )
-from idemconsumer.brokers.rabbitmq.channel import Ack
 from idemconsumer.message.message import Whole
 
 Taker = Callable[[Arrival], None]

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, Final
 from uuid import uuid4
 
-from idemconsumer.brokers.sqs.client import Queue
+from idemconsumer.brokers.sqs.sqs_client import Queue
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message

@@ -19,9 +19,9 @@ from idemconsumer.ports.store import Claim
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.values import Record, State
 from idemconsumer.rules.verdicts import Verdict, judge
-from idemconsumer.stores.redis.client import Redises
+from idemconsumer.stores.redis.redis_client import Redises
+from idemconsumer.stores.redis.redis_records import encode_copy, read_copy
 from idemconsumer.stores.redis.scripts import FORGET, KEEP, LOOK, UNMARK, Script, Scripts
-from idemconsumer.stores.redis.values import encode_copy, read_copy
 
 SECONDS: Final = 0.25  # for an answer: it only saves time
 KEPT: Final = 60.0  # seconds: for so long a copy may outlive what a person has forgotten, or released
@@ -33,7 +33,7 @@ _NONCE: Final = 8  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class CopyLook:
     """What was there: a copy, or the mark of somebody who asks for the same. Where there was nothing, ours is now:
     until it is lifted, others wait."""
 
@@ -56,7 +56,7 @@ class Copies:
     async def close(self) -> None:
         await self._redises.close()
 
-    async def look(self, claim: Claim) -> Look:
+    async def look(self, claim: Claim) -> CopyLook:
         """Before Postgres is asked about this claim. The copy may be of another fingerprint."""
         running = Record(State.PROCESSING, claim.fingerprint, canonical=claim.canonical)
         mark = _MARK + secrets.token_bytes(_NONCE) + encode_copy(running)
@@ -66,15 +66,15 @@ class Copies:
             await self._run(UNMARK, claim.key, mark)
             raise
         if not isinstance(found, bytes):
-            return Look(None, mark)
+            return CopyLook(None, mark)
         if found.startswith(_COPY):
-            return Look(read_copy(found[1:]))
+            return CopyLook(read_copy(found[1:]))
         record = read_copy(found[1 + _NONCE :])
         if record is None or judge(record, claim.fingerprint, claim.canonical) is Verdict.CONFLICT:
-            return Look(None)  # which of both is on record, Postgres knows
-        return Look(Running(record))
+            return CopyLook(None)  # which of both is on record, Postgres knows
+        return CopyLook(Running(record))
 
-    async def lift(self, claim: Claim, look: Look) -> None:
+    async def lift(self, claim: Claim, look: CopyLook) -> None:
         """Nobody needs to wait for this any more."""
         if look.mark:
             await self._run(UNMARK, claim.key, look.mark)

@@ -23,7 +23,7 @@ from idemconsumer.ports.requests import Held
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.lease import MARGIN
 from idemconsumer.rules.values import Record, State
-from idemconsumer.stores.redis.client import SECONDS, Redises
+from idemconsumer.stores.redis.redis_client import SECONDS, Redises
 from idemconsumer.stores.redis.scripts import RENEW, Scripts
 
 _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)

@@ -13,7 +13,7 @@ from redis.exceptions import NoScriptError
 
 from idemconsumer.errors import IdemConsumerError, StoreUnavailable
 from idemconsumer.redaction import error_text
-from idemconsumer.stores.redis.client import Redises
+from idemconsumer.stores.redis.redis_client import Redises
 from idemconsumer.user_code.cancellation import ends_this_task, uninterrupted
 
 _MOST: Final = 50  # exchanges at a time; the client refuses what is above its own limit instead of waiting

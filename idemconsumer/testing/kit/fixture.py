@@ -9,13 +9,13 @@ from idemconsumer.app.app import App
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.testing.kit.databases import Databases, Setup
 from idemconsumer.testing.kit.idem import Kit
-from idemconsumer.testing.kit.marked import Marked
+from idemconsumer.testing.kit.marked import MarkedTest
 
 
 class Idem:
     """Makes the kits of one test, and closes them afterwards."""
 
-    def __init__(self, databases: Databases, setup: Setup, marked: Marked | None) -> None:
+    def __init__(self, databases: Databases, setup: Setup, marked: MarkedTest | None) -> None:
         self._databases, self._setup, self._marked = databases, setup, marked
         self._kits: list[Kit] = []
         self._loop = asyncio.get_running_loop()

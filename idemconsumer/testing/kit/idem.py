@@ -13,7 +13,7 @@ import psycopg
 
 from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail
 from idemconsumer.app.app import App
-from idemconsumer.brokers.connecting import destination as split_destination
+from idemconsumer.brokers.adapters import destination as split_destination
 from idemconsumer.brokers.sendable import check_sendable
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.decorator import Handler
@@ -22,18 +22,18 @@ from idemconsumer.message import codecs
 from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import NO_PROPERTIES, Message
 from idemconsumer.message.sources import consumes, split_source
+from idemconsumer.ports.arguments import Duration
 from idemconsumer.ports.broker import Outgoing
-from idemconsumer.ports.handler import Duration
 from idemconsumer.rules.values import Outcome
 from idemconsumer.testing.kit import clock
 from idemconsumer.testing.kit.costs import counting
-from idemconsumer.testing.kit.crew import Crew, Seen
 from idemconsumer.testing.kit.databases import SCHEMA, Databases, Setup
-from idemconsumer.testing.kit.http import client_of
+from idemconsumer.testing.kit.http_client import client_of
 from idemconsumer.testing.kit.hub import LARGEST, Hub, Published
+from idemconsumer.testing.kit.kit_sagas import SagaSeen, sagas_of
+from idemconsumer.testing.kit.kit_workers import KitWorkers, Seen
 from idemconsumer.testing.kit.left import Left, state
-from idemconsumer.testing.kit.marked import Marked
-from idemconsumer.testing.kit.sagas import SagaSeen, sagas_of
+from idemconsumer.testing.kit.marked import MarkedTest
 from idemconsumer.worker.retention import prune_once
 
 if TYPE_CHECKING:
@@ -72,14 +72,14 @@ class Kit:
         setup: Setup,
         apps: Sequence[App],
         resources: Mapping[type, object],
-        marked: Marked | None,
+        marked: MarkedTest | None,
     ) -> None:
         self._databases, self._setup, self._marked = databases, setup, marked
         self._hub = Hub()
         self._handled: list[Handled] = []
         self._sent: list[Message] = []
         self._seen = Seen(lambda *run: self._handled.append(Handled(*run)))
-        self._crew = Crew(apps, resources, self._hub, self._seen)
+        self._crew = KitWorkers(apps, resources, self._hub, self._seen)
         self._connection: clock.Connection | None = None
         self._dsn = ""
 

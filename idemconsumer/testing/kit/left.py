@@ -44,7 +44,7 @@ _RUNNING: Final[LiteralString] = "select key from idemconsumer.saga where key = 
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class LeftWaiting:
     """`count` of `what` wait, the first of them for `due` seconds; None: until a person, or a signal, comes."""
 
     what: str
@@ -62,12 +62,12 @@ class Left:
     """The work `waiting` after a drain, in the order in which it is due. False if there is none; as text, a list for
     people."""
 
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[LeftWaiting, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.waiting)
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[LeftWaiting]:
         return iter(self.waiting)
 
     def __len__(self) -> int:
@@ -83,11 +83,11 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class KitState:
     """`busy`: what works on something now. `late`: what is due, and nobody has seen so far. `left`: the rest."""
 
     busy: tuple[str, ...]
-    late: tuple[Waiting, ...]
+    late: tuple[LeftWaiting, ...]
     left: Left
 
     @property
@@ -102,33 +102,33 @@ class State:
 
 async def state(
     connection: Connection, workers: Mapping[str, Worker], schedules: Sequence[tuple[str, Schedule]], hub: Hub
-) -> State:
+) -> KitState:
     """Of all workers, by the names of their apps. What is left is asked for only while none of them works: the answer
     would be out of date, and takes time from them."""
     standing = {app: await worker.standing() for app, worker in workers.items()}
     if busy := [f"app {app!r}" for app, its in standing.items() if its.busy]:
-        return State(tuple(busy), (), Left(()))
+        return KitState(tuple(busy), (), Left(()))
     clock = asyncio.get_running_loop().time
     queues = [name for worker in workers.values() for name in _queues(worker)]
     rows = await (await connection.execute(_WAITING, {"queues": queues})).fetchall()
-    waiting = [Waiting(*row) for row in rows] + await _slots(connection, schedules)
-    waiting += [Waiting("message that was published with a delay", 1, at - clock()) for at in hub.delayed]
+    waiting = [LeftWaiting(*row) for row in rows] + await _slots(connection, schedules)
+    waiting += [LeftWaiting("message that was published with a delay", 1, at - clock()) for at in hub.delayed]
     for app, its in standing.items():
         rivals = len(its.rivals)
         if its.rivals:
             running = await (await connection.execute(_RUNNING, (list(its.rivals),))).fetchall()
             rivals -= len(running)
-            waiting += [Waiting(f"delivery of {app} whose saga goes on", 1, None) for _ in running]
+            waiting += [LeftWaiting(f"delivery of {app} whose saga goes on", 1, None) for _ in running]
         if rivals:
             busy.append(f"app {app!r}")
         if its.resting:
             after = None if its.due is None else its.due - clock()
-            waiting.append(Waiting(f"message of {app} that waits for its next attempt", its.resting, after))
+            waiting.append(LeftWaiting(f"message of {app} that waits for its next attempt", its.resting, after))
     late = tuple(each for each in waiting if each.due is not None and each.due <= 0)
     later = [each for each in waiting if each not in late]
-    later = [Waiting(each.what, each.count, None) if (each.due or 0) > _NEVER else each for each in later]
+    later = [LeftWaiting(each.what, each.count, None) if (each.due or 0) > _NEVER else each for each in later]
     later.sort(key=lambda each: math.inf if each.due is None else each.due)
-    return State(tuple(busy), late, Left(tuple(later)))
+    return KitState(tuple(busy), late, Left(tuple(later)))
 
 
 def _short(seconds: float) -> str:
@@ -144,7 +144,7 @@ def _queues(worker: Worker) -> list[str]:
     return [source.removeprefix("postgres:") for source in sources if source.startswith("postgres:")]
 
 
-async def _slots(connection: Connection, schedules: Sequence[tuple[str, Schedule]]) -> list[Waiting]:
+async def _slots(connection: Connection, schedules: Sequence[tuple[str, Schedule]]) -> list[LeftWaiting]:
     """When schedules start their next sagas."""
     if not schedules:
         return []
@@ -155,12 +155,12 @@ async def _slots(connection: Connection, schedules: Sequence[tuple[str, Schedule
     waiting = []
     for app, schedule in schedules:
         if (times := known.get((app, schedule.name, schedule.rule))) is None:
-            waiting.append(Waiting(f"schedule {schedule.name}", 1, 0.0))
+            waiting.append(LeftWaiting(f"schedule {schedule.name}", 1, 0.0))
             continue
         last, now = times
         slots, _ = due(schedule, last, now)
         after = 0.0 if slots else None
         if not slots and (following := next(schedule.slots(now), None)) is not None:
             after = (following - now).total_seconds()
-        waiting.append(Waiting(f"schedule {schedule.name}", 1, after))
+        waiting.append(LeftWaiting(f"schedule {schedule.name}", 1, after))
     return waiting

@@ -14,7 +14,7 @@ from idemconsumer.testing.matrix import check_names, matrix_of_app
 _HOW: Final = "write @pytest.mark.crash_matrix(tables=['stock'])"
 
 
-class Marked:
+class MarkedTest:
     """What the mark says. Only the first message of the test is run."""
 
     def __init__(

@@ -18,7 +18,7 @@ from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.ports.observer import Point, SagaPoint
-from idemconsumer.sagas.engine import LeasedEngine
+from idemconsumer.sagas.saga_engine import LeasedEngine
 from idemconsumer.settings import Settings
 from tests.sagas.programs.interpreter import Seen, app_of
 from tests.sagas.programs.judged import End, ends

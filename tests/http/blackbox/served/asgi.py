@@ -11,8 +11,8 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import StreamingResponse
 
 from idemconsumer.http import IdempotencyMiddleware
+from idemconsumer.http.asgi_wire import Asgi, Message, Receive, Scope, Send
 from idemconsumer.http.fastapi import RequestTx, document
-from idemconsumer.http.wire import Asgi, Message, Receive, Scope, Send
 from tests.http.blackbox.served import behaviour
 from tests.http.blackbox.served.behaviour import Gate
 from tests.http.blackbox.served.config import Config

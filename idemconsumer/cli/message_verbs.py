@@ -1,0 +1,107 @@
+"""`publish` and `prune`: messages, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import BinaryIO
+
+import click
+import psycopg
+from click import argument, option
+
+from idemconsumer.brokers.adapters import check_delay, connect, destination
+from idemconsumer.brokers.sendable import check_sendable
+from idemconsumer.cli.flags import count, database, uncounted
+from idemconsumer.cli.verbs import Given, Output, verb
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.handlers.durations import parse_duration
+from idemconsumer.ports.broker import Outgoing
+from idemconsumer.settings import Settings
+from idemconsumer.sql.queries import misconfigured, takes_no_writes
+from idemconsumer.worker.retention import prune_once
+
+_BATCH = 500  # messages between two steps of the progress bar
+
+
+@verb(
+    "publish",
+    argument("source", metavar="SOURCE"),
+    argument("payload", required=False),
+    option("--file", "lines", type=click.File("rb"), help="One message per line; - is standard input."),
+    option("--key", help="Message id; in Kafka the record key. SQS FIFO queues drop a second message with it."),
+    option("--header", "headers", multiple=True, metavar="K=V", help="Can be given several times."),
+    count("--times", "Publish each message N times.", 1, most=None),
+    option("--delay", metavar="TIME", default="0s", help="Delay the arrival, e.g. 10m; postgres: and sqs: only."),
+    ends=database,
+)
+async def publish(given: Given) -> Output:
+    """Publish PAYLOAD, or the lines of a file, to SOURCE.
+
+    SOURCE is kafka:topic, rabbitmq:queue, rabbitmq:exchange/routing.key, sqs:queue (a name, ARN or URL) or
+    postgres:queue. A RabbitMQ queue with a / in its name is rabbitmq:/name. Returns once the broker has confirmed. The
+    payload is sent unchanged.
+    """
+    if (given.payload is None) == (given.lines is None):
+        raise click.UsageError("give either PAYLOAD or --file")
+    bodies = _bodies(given.lines) if given.payload is None else [given.payload.encode()]
+    headers, delay = dict(map(_pair, given.headers)), parse_duration(given.delay)
+    messages = [Outgoing(body, headers, given.key, delay) for body in bodies for _ in range(given.times)]
+    await _publish(given.source, messages, given.settings)
+    return Output(text=f"published {len(messages)} to {given.source}")
+
+
+async def _publish(source: str, messages: Sequence[Outgoing], settings: Settings) -> None:
+    scheme, name = destination(source)
+    if scheme == "memory":
+        raise ConfigurationError(f"{source!r} exists only inside one process, for tests; use another source")
+    check_delay(scheme, name, max((message.delay for message in messages), default=0.0))
+    for message in messages:
+        check_sendable(scheme, name, message, settings.max_message_bytes)
+    broker = connect(scheme, settings)
+    try:
+        with click.progressbar(length=len(messages), label="publishing", file=sys.stderr) as bar:
+            for start in range(0, len(messages), _BATCH):
+                batch = messages[start : start + _BATCH]
+                await broker.publish(name, batch)
+                bar.update(len(batch))
+    except Exception:
+        if bar.pos:
+            click.echo(f"at least {bar.pos} of {len(messages)} were published before this error:", err=True)
+        raise
+    finally:
+        await broker.close()
+
+
+def _bodies(lines: BinaryIO | None) -> list[bytes]:
+    return [body for line in lines or () if (body := line.strip())]
+
+
+def _pair(header: str) -> tuple[str, str]:
+    name, equals, value = header.partition("=")
+    if not name or not equals:
+        raise click.UsageError(f"--header {header!r}: write NAME=VALUE")
+    return name, value
+
+
+@verb("prune", uncounted)
+def prune(given: Given) -> Output:
+    """Delete final records past their retention. Workers also do this every minute."""
+    dsn, schema = given.database
+    with click.progressbar(length=1, label="pruning", file=sys.stderr) as bar:
+
+        def progress(done: int, blocks: int) -> None:
+            bar.length = blocks
+            bar.update(done - bar.pos)
+
+        try:
+            pruned = asyncio.run(prune_once(dsn, schema, dry_run=given.dry_run, progress=progress))
+        except psycopg.Error as error:
+            if (cause := misconfigured(error, schema) or takes_no_writes(error)) is not None:
+                raise cause from error
+            raise
+    answer = {"pruned": pruned, "dry_run": given.dry_run}
+    if pruned is None:
+        return Output(answer, notes=["another process is pruning this schema"])
+    return Output(answer, f"{'would prune' if given.dry_run else 'pruned'} {pruned} records")

@@ -1,0 +1,61 @@
+"""What is written about a message that is put aside for a person, and what makes two arrivals one letter (R24)."""
+
+from __future__ import annotations
+
+import hashlib
+
+from idemconsumer.engine.work import Work
+from idemconsumer.message.delivered import beginning, content_of, encode_delivered, whole_body
+from idemconsumer.ports.store import NewDeadLetter
+from idemconsumer.rules.redriven import LEFT_OUT
+
+
+def dead_letter(work: Work, reason: str, error: str, attempts: int, traceback: str | None = None) -> NewDeadLetter:
+    """All that its broker gave, but of a message above the limit only the beginning. `traceback`: of the exception."""
+    message, handler = work.message, work.handler
+    stored = work.leased or work.known_claim
+    scope = handler.identity.scope() if stored is None else stored.scope
+    kept, whole = beginning(message, handler.max_message_bytes), whole_body(message)
+    left_out = len(message.all_headers) - len(kept.all_headers)
+    if left_out:
+        error += f"; {left_out} of its {len(message.all_headers)} headers {LEFT_OUT}"
+    identity, content = _identity(work, reason)
+    return NewDeadLetter(
+        identity=identity,
+        handler=handler.name,
+        scope=scope,
+        source=message.source,
+        position=message.position,
+        reason=reason,
+        error=error,
+        body=kept.body,
+        headers=kept.headers,
+        attempts=attempts,
+        delivered=encode_delivered(kept),
+        body_size=whole.size,
+        body_sha256=whole.sha256,
+        content=content,
+        again=None if work.first else content,
+        letter=work.letter,
+        traceback=traceback,
+        forward=None if handler.options.dead_letter_to is None else handler.app,
+    )
+
+
+def _identity(work: Work, reason: str) -> tuple[bytes, bytes | None]:
+    """The identity, and the content of a message that has none of its own.
+
+    A key that is put aside is one letter. Anything else is a letter for each message: what was sent, and where it is.
+    """
+    scope = work.key or work.handler.identity.scope().encode()
+    subject = _hash(work.message.source.encode(), reason.encode(), scope)
+    if work.key and reason != "conflict":
+        return subject, None
+    content = _hash(subject, content_of(work.message))
+    if work.own_id is not None:
+        return _hash(content, work.own_id.encode("utf-8", "surrogatepass")), None
+    return _hash(content, work.nonce), content
+
+
+def _hash(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).digest()

@@ -1,0 +1,56 @@
+"""ASGI's messages: a request and its body, and a response that is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeAlias
+
+from idemconsumer.http.exchanged import Headers, Request, Response
+from idemconsumer.http.problems import BODY_TOO_LARGE, Problem
+from idemconsumer.rules.http import MOST_DIGITS, bodiless
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+Asgi: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+def request_of(scope: Scope) -> Request:
+    """The request, without its body. Its path is as the app's routes have it: without what the server or a mount has
+    put before it."""
+    headers = tuple((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"])
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    if root and path.startswith(f"{root}/"):
+        path = path[len(root) :]
+    return Request(scope["method"].upper(), path, scope.get("query_string", b""), headers, scope, root)
+
+
+async def read_body(request: Request, receive: Receive, cap: int) -> bytes | Problem | None:
+    """The whole body; a problem if it is too large; None if the client has gone."""
+    length = request.header("content-length") or ""
+    if length.isdecimal() and (len(length) > MOST_DIGITS or int(length) > cap):
+        return BODY_TOO_LARGE
+    parts, size = list[bytes](), 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > cap:
+            return BODY_TOO_LARGE
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def respond(send: Send, response: Response) -> None:
+    """Send all of it."""
+    await send({"type": "http.response.start", "status": response.status, "headers": encoded(response.headers)})
+    body = b"" if bodiless(response.status) else response.body
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def encoded(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """As ASGI has them."""
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]

@@ -1,0 +1,56 @@
+"""An app with what a test lends it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+from idemconsumer.app.app import App
+from idemconsumer.brokers.adapters import connect
+from idemconsumer.ports.broker import Broker
+from idemconsumer.settings import Settings
+from idemconsumer.user_code.resources import Resource
+from idemconsumer.worker.worker import Surroundings
+
+# A worker relays to brokers that have an address; nobody connects there.
+NOWHERE: Final[Mapping[str, Any]] = {
+    "kafka": "127.0.0.1:1",
+    "rabbitmq": "amqp://127.0.0.1:1/",
+    "sqs": "http://127.0.0.1:1",
+}
+
+
+@contextmanager
+def lent(
+    app: App,
+    resources: Mapping[type, object],
+    settings: Settings,
+    broker: Callable[[str, Settings], Broker],
+    stuck: Callable[[str], None] | None = None,
+) -> Iterator[None]:
+    """The app with `resources` in the places of those of its own that have their types. `broker`: that of a scheme, but
+    for Postgres, which is real. `stuck`: as `Surroundings` has it."""
+
+    def connected(scheme: str, settings: Settings) -> Broker:
+        return connect(scheme, settings) if scheme == "postgres" else broker(scheme, settings)
+
+    around = Surroundings(connected, settings=settings)
+    before = app._settings, app._resources, app._around
+    ours = {
+        each: Resource(each.__name__, each, _given(resources[each])) for each in app._resources if each in resources
+    }
+    app._settings, app._resources = None, app._resources | ours
+    app._around = around if stuck is None else replace(around, stuck=stuck)
+    try:
+        yield
+    finally:
+        app._settings, app._resources, app._around = before
+
+
+def _given(value: object) -> Callable[[], AsyncIterator[Any]]:
+    async def give() -> AsyncIterator[Any]:
+        yield value
+
+    return give
