@@ -84,7 +84,7 @@ class PostgresSession:
         closed: Callable[[PostgresSession], None],
     ) -> None:
         """`tell`: whom to call for a notice that names no queue, with the destination that it may name. See
-        `ports.InTheDatabase` and `ports.BesideSagas`."""
+        `PostgresBroker` and `ports.BesideSagas`."""
         names = [each.name for each in subscriptions]
         self._apps = {f"{each.group}/{each.handler}" for each in subscriptions}
         self._connection = connection

@@ -66,7 +66,7 @@ class Positions(Protocol):
         """It could be read after all."""
 
     async def server_started(self) -> datetime:
-        """See `JoinedStore`."""
+        """See `PostgresStore`."""
 
 
 @runtime_checkable

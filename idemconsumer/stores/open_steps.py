@@ -24,7 +24,7 @@ class PostgresCompletion:
         self.check = claims.check
 
     async def finish(self, result: StoredResult | None) -> None:
-        """Result, the end of the saga's row, seal and COMMIT as one act. Raises as `Claims.complete`."""
+        """Result, the end of the saga's row, seal and COMMIT as one act. Raises as `PostgresClaims.complete`."""
         note = {"key": self._key, "what": "reconciled", "detail": "done"}
         results = [] if result is None else [(self._key, result)]
         await self.claims.complete(results, [], more=[("note", note), ("end_saga", {"key": self._key})])
@@ -56,7 +56,7 @@ class PostgresStep:
         return Kinship(*row)
 
     async def finish(self, output: StoredResult | None, *, overlapped: bool) -> int:
-        """Output, position, seal and COMMIT as one act; returns the position. Raises as `Claims.complete`."""
+        """Output, position, seal and COMMIT as one act; returns the position. Raises as `PostgresClaims.complete`."""
         return await self.claims.complete([], [], last=("finish_step", self._finished | finished(output, overlapped)))
 
 
