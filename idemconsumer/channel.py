@@ -32,6 +32,7 @@ class Channel:
         self.reports = False  # whether the launcher wants them
         self._descriptor: int | None = None
         self._members: dict[str, str] = {}
+        self._owed = b""  # that line of its members, which has found no room so far
         self._rest = b""
         self._lock = threading.Lock()
 
@@ -56,25 +57,28 @@ class Channel:
 
     def _change(self, members: dict[str, str]) -> None:
         if members != self._members:
-            self._members = members
-            self.tell("members", json.dumps(members).encode())
+            with self._lock:
+                self._members, self._owed = members, b"members %s\n" % json.dumps(members).encode()
+            self._send(b"", 0.0)
 
     def last_words(self, text: str) -> None:
         self.tell("words", json.dumps(" ".join(text.split())[:_WORDS]).encode())
 
     def tell(self, kind: str, value: bytes, *, patience: float = _PATIENCE) -> None:
-        """What finds no room in so many seconds is dropped: the next of its kind has all of it. Of a line that was
-        begun the rest comes first."""
+        """What finds no room in so many seconds is dropped: the next of its kind has all of it. Its members wait for
+        the next line of any kind, since they may never change again; a thread of its own tells beats."""
         line = b"%s %s\n" % (kind.encode(), value)
-        if len(line) > MOST:
-            return
+        if len(line) <= MOST:
+            self._send(line, patience)
+
+    def _send(self, line: bytes, patience: float) -> None:
+        """Behind the rest of a line that was begun, and the members that are owed."""
         until = time.monotonic() + patience
         while True:
             with self._lock:  # beats have a thread of their own
                 self._rest = self._written(self._rest)
-                if not self._rest and line:
-                    rest = self._written(line)
-                    self._rest, line = (b"", line) if rest is line else (rest, b"")
+                self._owed = self._begun(self._owed)
+                line = self._begun(line)
                 descriptor = self._descriptor
             seconds = until - time.monotonic()
             if descriptor is None or seconds <= 0 or not (line or self._rest):
@@ -82,6 +86,13 @@ class Channel:
             room = select.poll()
             room.register(descriptor, select.POLLOUT)
             room.poll(seconds * 1000)
+
+    def _begun(self, line: bytes) -> bytes:
+        """Nothing of it, once it is in the pipe or its rest is the next that goes there."""
+        if self._rest or not line or (rest := self._written(line)) is line:
+            return line
+        self._rest = rest
+        return b""
 
     def _written(self, line: bytes) -> bytes:
         """What is left of it."""
@@ -101,7 +112,8 @@ CHANNEL: Final = Channel()
 
 class Ear:
     """The launcher's end of one worker's pipe. `told` is called with the kind and the value of each line, of those of a
-    kind that have come at the same time the last one; `last` has the last one of each."""
+    kind that have come at the same time the last one, and with `end` once nobody has the other end: the worker has
+    ended, or a library in it has closed what it does not know. `last` has the last one of each."""
 
     def __init__(self, told: Callable[[str, bytes], None]) -> None:
         self.last: dict[str, bytes] = {}
@@ -139,7 +151,8 @@ class Ear:
                 self._begun += begun
                 if len(self._begun) > 2 * MOST:
                     self._begun.clear()
-            self._loop.remove_reader(self._descriptor)  # all of its processes have ended
+            self._loop.remove_reader(self._descriptor)
+            came["end"] = b""
         except BlockingIOError:
             pass
         self.last |= came

@@ -25,6 +25,9 @@ class Duty:
     `quiet` ones nothing is told, since others say them, and what works again is found within two seconds (D27). What
     returns has worked, unless a return does not `prove` that: then `act` calls `worked`. `spread`: pauses are up to a
     quarter shorter, so that many processes do not come at the same time.
+
+    A cancellation that `act` swallows ends it. So `act` has no TaskGroup of its own: before Python 3.13 one that fails
+    leaves its task as if it were being cancelled.
     """
 
     act: Callable[[], Awaitable[float | None]]

@@ -68,6 +68,8 @@ class Listening:
             log.info("postgres: notifications lost, polling instead", error=error_text(error))
         await self._leave()
         await Duty(self._begin, first=_pause(0), spread=True, again=_pause, failed=lambda _: None).run()
+        if self._connection is None:  # what it waited for has swallowed a cancellation
+            return
         log.info("postgres: notifications received again")
         self._missed()
 

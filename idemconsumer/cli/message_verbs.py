@@ -36,7 +36,7 @@ _BATCH = 500  # messages between two steps of the progress bar
     option("--delay", metavar="TIME", default="0s", help="Delay the arrival, e.g. 10m; postgres: and sqs: only."),
     ends=database,
 )
-async def publish(given: Given) -> Output:
+def publish(given: Given) -> Output:
     """Publish PAYLOAD, or the lines of a file, to SOURCE.
 
     SOURCE is kafka:topic, rabbitmq:queue, rabbitmq:exchange/routing.key, sqs:queue (a name, ARN or URL) or
@@ -48,7 +48,7 @@ async def publish(given: Given) -> Output:
     bodies = _bodies(given.lines) if given.payload is None else [given.payload.encode()]
     headers, delay = dict(map(_pair, given.headers)), parse_duration(given.delay)
     messages = [Outgoing(body, headers, given.key, delay) for body in bodies for _ in range(given.times)]
-    await _publish(given.source, messages, given.settings)
+    asyncio.run(_publish(given.source, messages, given.settings))
     return Output(text=f"published {len(messages)} to {given.source}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -63,7 +64,7 @@ async def requests_list(given: Given) -> Output:
     deciding,
     ends=_of_a_store,
 )
-async def requests_settle(given: Given) -> Output:
+def requests_settle(given: Given) -> Output:
     """Store the answer to a request that was done; when it is sent again, it gets that answer.
 
     KEY is its first digits, as `requests list` shows them.
@@ -74,7 +75,7 @@ async def requests_settle(given: Given) -> Output:
     async def settle(lost: LostRequests, request: LostRequest) -> bool:
         return await lost.settle(request, response)
 
-    return await _decide(given, settle, "settled", f"a repetition gets {given.status}")
+    return asyncio.run(_decide(given, settle, "settled", f"a repetition gets {given.status}"))
 
 
 @requests.verb("release", argument("key"), deciding, ends=_of_a_store)

@@ -1,6 +1,7 @@
 """What every verb is: its words, and a function from what was typed to an answer, which is printed here.
 
-A function that asks somebody before it goes on is no coroutine: Ctrl-C would not reach a question inside a loop.
+A function that asks somebody, or reads a file that may be a terminal's, is no coroutine: Ctrl-C would not reach that
+inside a loop.
 """
 
 from __future__ import annotations

@@ -108,11 +108,14 @@ def _walk(routes: Iterable[Any], prefix: str, known: Mapping[str, str]) -> Itera
             yield from _marked(endpoint, route.methods or has, path, getattr(route, "dependant", None), types_)
 
 
-def _has_door(app: object) -> bool:
+def _has_door(app: Any) -> bool:
     """Whether what is mounted has a front door of its own, which finds its marks itself."""
-    around = inwards(app)
-    added = (getattr(its, "cls", None) for each in around for its in getattr(each, "user_middleware", ()))
-    return any(hasattr(each, DOOR) for each in (*around, *added))
+    while app is not None:  # to the innermost one, also where what is around it has routes too
+        added = (getattr(each, "cls", None) for each in getattr(app, "user_middleware", ()))
+        if any(hasattr(each, DOOR) for each in (app, *added)):
+            return True
+        app = getattr(app, "app", None)
+    return False
 
 
 def _types(route: Any) -> dict[str, str]:

@@ -289,6 +289,8 @@ class Supervisor:
             if kind == "beat":
                 self._at_work(index, begun)
                 watch.hear(float(value))
+            elif kind == "end":
+                watch.hear(0.0)  # one that cannot say anything is not silent
             elif kind == "report" and self._crew is not None:
                 self._crew.told(index, value)
             elif kind == "members" and self._prepare is not None and self._preparing is None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from idemconsumer.duty import Duty
-from idemconsumer.errors import BadMessage, ConfigurationError, Unavailable
+from idemconsumer.errors import BadMessage, ConfigurationError, StoreUnavailable, Unavailable
 from idemconsumer.logs import log
 from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers
@@ -18,6 +18,7 @@ from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.ports.observer import Point
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.backoff import backoff
+from idemconsumer.rules.session_pause import SOON
 from idemconsumer.stores.pool import Pool
 from idemconsumer.user_code.cancellation import ends_this_task
 from idemconsumer.worker.outage import said_by_lanes
@@ -108,7 +109,6 @@ class Forwarder:
             again=partial(backoff, first=1.0, cap=_LONGEST),
             failed=self._say_failed,
             works=self._say_works,
-            quiet=said_by_lanes,
             proves=False,  # that there was none to send tells nothing of its destination
         )
 
@@ -124,11 +124,17 @@ class Forwarder:
         """Until it is stopped or cancelled. An outage, of the destination too, only delays it."""
         await self._duty.run()
 
-    async def _forward(self) -> None:
+    async def _forward(self) -> float | None:
         sent = _TOGETHER
-        while sent == _TOGETHER:
-            if (sent := await self._some()) > 0:
-                self._duty.worked()
+        try:
+            while sent == _TOGETHER:
+                if (sent := await self._some()) > 0:
+                    self._duty.worked()
+        except StoreUnavailable as error:
+            if not said_by_lanes(error):
+                raise
+            return SOON  # no failure of the destination: a letter that is written now, or a drain, is a reason to look
+        return None
 
     async def _some(self) -> int:
         """Forward what is due, up to `_TOGETHER`, and return how many that were. Raises what publishing raises."""

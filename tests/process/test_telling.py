@@ -79,11 +79,31 @@ async def test_who_is_a_member_is_in_the_pipe_though_a_large_report_is_under_way
     channel.attach(f"{ear.theirs} reports")
     report = b"x" * 500_000  # eight times what a pipe holds
     channel.tell("report", report, patience=0.0)
-    joining = asyncio.get_running_loop().run_in_executor(None, channel.joined, "group", "member")
-    await until(joining.done)
+    channel.joined("group", "member")
+    beating = asyncio.get_running_loop().run_in_executor(None, channel.tell, "beat", b"5")
+    await until(beating.done)
     ear.listen()
-    assert heard == [("report", report), ("members", b'{"group": "member"}')]
+    assert heard == [("report", report), ("members", b'{"group": "member"}'), ("beat", b"5")]
     assert ear.said("members") == {"group": "member"}
+    os.close(ear.theirs)
+    ear.close()
+
+
+async def test_who_is_a_member_is_told_later_where_the_launcher_stands_still_and_nobody_waits() -> None:
+    """K15: it may never change again, and the next beat is a second away."""
+    heard: list[tuple[str, bytes]] = []
+    ear, channel = Ear(lambda kind, value: heard.append((kind, value))), Channel()
+    channel.attach(f"{ear.theirs} reports")
+    for _ in range(40):  # far beyond what a pipe holds
+        channel.tell("report", b"x" * 30_000, patience=0.0)
+    channel.joined("group", "first")
+    channel.joined("group", "second")
+    ear.listen()
+    assert ear.said("members") is None
+    channel.tell("beat", b"5", patience=0.0)
+    ear.listen()
+    assert [kind for kind, _ in heard[-2:]] == ["members", "beat"]
+    assert ear.said("members") == {"group": "second"}
     os.close(ear.theirs)
     ear.close()
 
@@ -97,7 +117,7 @@ async def test_the_launcher_hears_the_last_whole_line_also_of_a_worker_that_has_
     os.write(ear.theirs, b"ee\nreport fo")
     os.close(ear.theirs)
     ear.close()
-    assert heard[2:] == [("report", b"three")]
+    assert heard[2:] == [("report", b"three"), ("end", b"")]
 
 
 def test_totals_never_go_back_though_workers_die() -> None:
