@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -159,6 +160,20 @@ def test_an_interrupt_lets_the_running_handler_finish_and_commit(shop: Shop) -> 
 
     assert worker.wait(PATIENCE) == Exit.DONE
     assert shop.taken() == ["a"]
+
+
+def test_an_interrupt_ends_what_waits_for_lines_to_publish(empty: Shop) -> None:
+    os.mkfifo(empty.folder / "lines")
+    publishing = subprocess.Popen(
+        [sys.executable, "-m", "idemconsumer", "publish", "postgres:orders", "--file", "lines"],
+        cwd=empty.folder, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell in the background ignores it
+    )  # fmt: skip
+    empty.started.append(publishing)
+    with (empty.folder / "lines").open("wb"):
+        eventually(lambda: "pipe" in Path(f"/proc/{publishing.pid}/wchan").read_text())  # it reads
+        publishing.send_signal(signal.SIGINT)
+        assert publishing.wait(PATIENCE) == Exit.ERROR
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
