@@ -116,7 +116,8 @@ class PostgresStore:
         """Write these into the delivery log, each in a commit of its own. A log that cannot be written raises nothing;
         an outage does, and some may be written then (O23)."""
         for row in rows:
-            ((problem,),) = await self.pool.alone("log_deliveries", columns_of(row))
+            async with self.pool.connection() as connection:  # first: what is sent says how long ago something was
+                ((problem,),) = await self.pool.run(connection, "log_deliveries", columns_of(row))
             self.pool.unlogged.heard(problem)
 
     # --------------------------------------------------------------------------------------------------------- attempts

@@ -28,7 +28,8 @@ class Service:
     def __init__(self, **options: Any) -> None:
         self.app = App("shop")
         self.act: Callable[[Message], object] = lambda _: None
-        options = {"backoff": "10ms, 10ms", "max_attempts": 2, **options}
+        # The server adds to each time what its statement was under way, by which two attempts may change places.
+        options = {"backoff": "200ms, 200ms", "max_attempts": 2, **options}
 
         @self.app.idempotent_handler("memory:q", key="id", **options)
         async def take(item: Item, tx: Tx, message: Message) -> None:
