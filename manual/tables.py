@@ -119,10 +119,9 @@ def _quoted(text: str) -> str:
 
 
 def metrics() -> Iterator[str]:
-    rows = (
-        f"| `{name}` | {kind} | {', '.join(labels) or 'none'} | {text} |" for name, kind, labels, text in exported()
-    )
-    yield "\n".join(["| metric | type | labels | |", "|---|---|---|---|", *rows])
+    for name, kind, labels, text in exported():
+        facts = f"{kind} · labels: {', '.join(f'`{each}`' for each in labels) or 'none'}"
+        yield f"## `{name}`\n\n{facts}\n\n{text}"
 
 
 def exported() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
