@@ -35,6 +35,11 @@ def test_each_rule_has_one_heading_and_says_what_it_says() -> None:
         assert "**What breaks without it.**" in text, rule
 
 
+def test_each_rule_belongs_to_one_principle() -> None:
+    named = RULE.findall(PROTOCOL.read_text("utf-8").partition("## Fourteen principles")[2].partition("\n## ")[0])
+    assert sorted(named) == sorted(rules())
+
+
 @pytest.mark.parametrize("folder", ["idemconsumer", "migrations", "tests", "docs"])
 def test_each_rule_that_is_cited_is_in_the_protocol(folder: str) -> None:
     known = rules()
