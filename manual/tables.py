@@ -17,10 +17,11 @@ from idemconsumer.admin.hints import hint
 from idemconsumer.cli.main import main
 from idemconsumer.cli.run_verb import run
 from idemconsumer.handlers.options import Options, UnnamedOptions
-from idemconsumer.observe.database import Found
+from idemconsumer.observe.database import Figures
 from idemconsumer.observe.exposition import Numbers
 from idemconsumer.observe.fleet import Fleet
 from idemconsumer.observe.request_metrics import numbers_in
+from idemconsumer.observe.texts import STORED
 from idemconsumer.process.child import MEANINGS
 from idemconsumer.rules.redriven import REASONS
 from idemconsumer.settings import PREFIX, Settings
@@ -128,7 +129,8 @@ def exported() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     """Name, type, labels and text of each metric."""
     registry = CollectorRegistry()
     numbers_in(registry).expect("", "", [""])
-    for family in (*Numbers(Fleet(1), Found(pruned_at=0.0), {}, 0.0).collect(), *registry.collect()):
+    stored: Figures = {name: {} for name in STORED} | {"last_prune_timestamp_seconds": {(): 0.0}}
+    for family in (*Numbers(Fleet(1), stored, {}, 0.0).collect(), *registry.collect()):
         labels = getattr(family, "_labelnames", None) or [name for name in family.samples[0].labels if name != "le"]
         yield (
             family.name + ("_total" if family.type == "counter" else ""),

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from idemconsumer.http.watch import OUTCOMES
 from idemconsumer.observe.counts import Counts
-from idemconsumer.observe.database import Found, Number, OutboxFigures
+from idemconsumer.observe.database import Figures
 from idemconsumer.observe.exposition import exposition
 from idemconsumer.observe.fleet import Fleet
 from idemconsumer.observe.reports import HandlerState, PoolState, Report, encoded
@@ -47,12 +47,18 @@ def exported() -> list[Metric]:
     )  # fmt: skip
     crew.begun(0)
     crew.told(0, encoded(report))
-    one, take_dead = Number(1, 2.0), ("shop", "take", "dead")
-    found = Found(
-        {"postgres:~~shop/take": one, "postgres:mails": one}, {"postgres:~~shop/take": 1, "postgres:mails": 1},
-        {take_dead: one}, {("shop", "take"): one}, {take_dead: one}, {"live": 1, "lost": 0}, 1.0,
-        {"kafka:out": OutboxFigures(1, 2.0, 1, 1)}, {("shop", "take"): one},
-    )  # fmt: skip
+    take_dead, of_take, mails = ("shop", "take", "dead"), ("shop", "take"), ("postgres:mails",)
+    found: Figures = {
+        "sagas": {take_dead: 1}, "oldest_saga_seconds": {take_dead: 2.0},
+        "due_sagas": {of_take: 1}, "oldest_due_saga_seconds": {of_take: 2.0},
+        "retries": {(*of_take, "waiting"): 1, (*of_take, "due"): 1}, "oldest_due_retry_seconds": {of_take: 2.0},
+        "delayed_messages": {mails: 1}, "lag_messages": {mails: 1}, "lag_seconds": {mails: 2.0},
+        "open_dead_letters": {take_dead: 1}, "oldest_dead_letter_seconds": {take_dead: 2.0},
+        "unforwarded_dead_letters": {of_take: 1}, "oldest_unforwarded_dead_letter_seconds": {of_take: 2.0},
+        "leases": {("live",): 1, ("lost",): 0}, "last_prune_timestamp_seconds": {(): 1.0},
+        "outbox_messages": {("kafka:out", state): 1 for state in ("waiting", "later", "parked")},
+        "oldest_outbox_message_seconds": {("kafka:out",): 2.0},
+    }  # fmt: skip
     with TemporaryDirectory() as folder:
         text = exposition(crew, found, {"kafka": str(self_signed(Path(folder)).certificate)}, answer=0.1).decode()
     of_requests = CollectorRegistry()

@@ -6,14 +6,14 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import psycopg
 
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.logs import log
 from idemconsumer.message.keys import parts_of
+from idemconsumer.observe.texts import STORED
 from idemconsumer.redaction import error_text
 from idemconsumer.sql.connecting import OwnCursor, connect_async
 from idemconsumer.sql.queries import load
@@ -26,45 +26,10 @@ DEADLINE: Final = 3.0  # seconds that a scrape waits for a look
 _SETTINGS: Final = {"enable_seqscan": "off", "statement_timeout": "5s", "lock_timeout": "1s"}
 _PATIENCE: Final = 7.0  # R20
 _SCHEME: Final = "postgres:"
+RETRIES: Final = f"{_SCHEME}~~"  # begins what `message.sources.retry_source` makes
 _MOST: Final = 100_000  # messages of a destination that are counted
 
-Name = tuple[str, ...]  # app and handler, and a state or a reason
-
-
-@dataclass(slots=True)
-class Number:
-    """How many, and for how many seconds the oldest of them has been there; None: there is none."""
-
-    number: int = 0
-    oldest: float | None = None
-
-
-@dataclass(slots=True)
-class OutboxFigures:
-    """Messages of the outbox: `waiting` to be sent, the oldest for so many seconds; `later`; `parked`."""
-
-    waiting: int
-    oldest: float | None
-    later: int
-    parked: int
-
-
-@dataclass(slots=True)
-class Found:
-    """`queues` by source, without what is not due yet: that is in `delayed`. `sagas` by app, handler and state, `due`
-    those of them that a worker could take now. `letters` by app, handler and reason. `leases`: live ones, and lost
-    ones that still have sagas. `outbox` by destination. `forwards`: dead letters that are to be forwarded, by app and
-    handler. `pruned_at`: when a pass of pruning last ended, in seconds since 1970."""
-
-    queues: dict[str, Number] = field(default_factory=dict)
-    delayed: dict[str, int] = field(default_factory=dict)
-    sagas: dict[Name, Number] = field(default_factory=dict)
-    due: dict[Name, Number] = field(default_factory=dict)
-    letters: dict[Name, Number] = field(default_factory=dict)
-    leases: Mapping[str, int] = field(default_factory=dict)
-    pruned_at: float | None = None
-    outbox: dict[str, OutboxFigures] = field(default_factory=dict)
-    forwards: dict[Name, Number] = field(default_factory=dict)
+Figures: TypeAlias = dict[str, dict[tuple[str, ...], float]]  # by metric and values of its labels
 
 
 class DatabaseLook:
@@ -77,7 +42,7 @@ class DatabaseLook:
         self._dsn = dsn
         self._queries = load(schema)
         self._connection: psycopg.AsyncConnection[Any] | None = None
-        self._found: Found | None = None
+        self._found: Figures | None = None
         self._looking: asyncio.Task[None] | None = None
         self._next = 0.0
         self._failing = False
@@ -88,7 +53,7 @@ class DatabaseLook:
         """How many seconds the server took of late for an answer to nothing; None: it is silent, or away."""
         return self._took if time.monotonic() - self._heard < _PATIENCE else None
 
-    async def look(self, sources: Iterable[str]) -> Found | None:
+    async def look(self, sources: Iterable[str]) -> Figures | None:
         """What was found of late; None when the database does not answer in time. `sources`: those in Postgres are
         measured."""
         if self._looking is None:
@@ -132,27 +97,42 @@ class DatabaseLook:
                 self._next = now + max(AGAIN, _REST * (now - began))
             self._looking = None
 
-    async def _read(self, names: list[str]) -> Found:
-        found = Found(queues={f"{_SCHEME}{name}": Number() for name in names})
+    async def _read(self, names: list[str]) -> Figures:
+        """Each metric of `texts.STORED`, if only with no value. With what waits in our queues, which others know of
+        their sources: `lag_messages` and `lag_seconds`."""
+        found: Figures = {name: {} for name in (*STORED, "lag_messages", "lag_seconds")}
         for name, number, seconds, later in await self._rows("measure_queues", {"names": names}):
-            found.queues[f"{_SCHEME}{name}"] = Number(number, seconds if number else None)
-            found.delayed[f"{_SCHEME}{name}"] = later
+            source, oldest = f"{_SCHEME}{name}", seconds if number else 0.0
+            if source.startswith(RETRIES):
+                app, _, handler = source.removeprefix(RETRIES).rpartition("/")
+                found["retries"] |= {(app, handler, "waiting"): later, (app, handler, "due"): number}
+                found["oldest_due_retry_seconds"][app, handler] = oldest
+            else:
+                for metric, value in (("delayed_messages", later), ("lag_messages", number), ("lag_seconds", oldest)):
+                    found[metric][source,] = value
         for app, handler, state, number, oldest, due, waiting in await self._rows("measure_sagas"):
             app, *_ = parts_of(f"{app}/-/-")
-            found.sagas[app, handler, state] = Number(number, oldest)
-            all_due = found.due.setdefault((app, handler), Number())
-            all_due.number += due
-            all_due.oldest = max(filter(None, (all_due.oldest, waiting if due else None)), default=None)
+            found["sagas"][app, handler, state] = number
+            found["oldest_saga_seconds"][app, handler, state] = oldest
+            all_due, first = found["due_sagas"], found["oldest_due_saga_seconds"]
+            all_due[app, handler] = all_due.get((app, handler), 0) + due
+            first[app, handler] = max(first.get((app, handler), 0.0), waiting if due else 0.0)
         for app, handler, reason, number, oldest in await self._rows("measure_letters"):
             app, _, handler = parts_of(f"{app}/-/{handler}")
-            found.letters[app, handler, reason] = Number(number, oldest)
+            found["open_dead_letters"][app, handler, reason] = number
+            found["oldest_dead_letter_seconds"][app, handler, reason] = oldest
         for app, handler, number, oldest in await self._rows("measure_forwards"):
-            found.forwards[app, handler] = Number(number, oldest)
+            found["unforwarded_dead_letters"][app, handler] = number
+            found["oldest_unforwarded_dead_letter_seconds"][app, handler] = oldest
         ((live, lost),) = await self._rows("measure_leases")
-        found.leases = {"live": live, "lost": lost}
+        found["leases"] = {("live",): live, ("lost",): lost}
         for name, waiting, oldest, later, parked, *_ in await self._rows("status_outbox", {"most": _MOST}):
-            found.outbox[name] = OutboxFigures(waiting, oldest, later, parked)
-        ((found.pruned_at,),) = await self._rows("measure_pruning")
+            states = {"waiting": waiting, "later": later, "parked": parked}
+            found["outbox_messages"] |= {(name, state): number for state, number in states.items()}
+            found["oldest_outbox_message_seconds"][name,] = oldest or 0.0
+        ((pruned_at,),) = await self._rows("measure_pruning")
+        if pruned_at is not None:
+            found["last_prune_timestamp_seconds"] = {(): pruned_at}
         return found
 
     async def _rows(self, query: str, params: Mapping[str, Any] | None = None) -> list[tuple[Any, ...]]:

@@ -13,17 +13,16 @@ from prometheus_client.registry import Collector
 
 from idemconsumer.certificates import expires_at
 from idemconsumer.observe.counts import Histogram
-from idemconsumer.observe.database import Found, Number
+from idemconsumer.observe.database import RETRIES, Figures
 from idemconsumer.observe.fleet import Fleet
 from idemconsumer.observe.reports import HandlerState, PoolState
-from idemconsumer.observe.texts import PREFIX, TEXTS
+from idemconsumer.observe.texts import LABELS, PREFIX, TEXTS
 from idemconsumer.rules.held_up import WORKS, HeldUp
 from idemconsumer.rules.redriven import REASONS
 from idemconsumer.rules.values import OutcomeKind
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
-_HANDLER: Final = ("app", "handler")
-_RETRIES: Final = "postgres:~~"  # as `message.sources.retry_source` has it
+_LAG: Final = ("lag_messages", "lag_seconds")
 
 Labels = tuple[str, ...]
 Samples = Iterable[tuple[Labels, float]]
@@ -46,11 +45,11 @@ _POOLS: Final[Mapping[str, Callable[[PoolState], int]]] = {
 
 
 def exposition(
-    crew: Fleet, found: Found | None, certificates: Mapping[str, str] | None = None, *, answer: float | None = None
+    crew: Fleet, found: Figures | None, certificates: Mapping[str, str] | None = None, *, answer: float | None = None
 ) -> bytes:
     """All that is known. `found`: None when the database did not tell it, and then what only it knows is left out;
-    `answer`: as `observe.database.Database` has it. `certificates`: the files of ours, by the server that they are for.
-    """
+    `answer`: as `observe.database.DatabaseLook` has it. `certificates`: the files of ours, by the server that they are
+    for."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Numbers(crew, found, certificates or {}, answer))
     return generate_latest(registry)
@@ -59,54 +58,59 @@ def exposition(
 class Numbers(Collector):
     """All families, also those without a sample."""
 
-    def __init__(self, crew: Fleet, found: Found | None, certificates: Mapping[str, str], answer: float | None) -> None:
+    def __init__(
+        self, crew: Fleet, found: Figures | None, certificates: Mapping[str, str], answer: float | None
+    ) -> None:
         self._answer = answer
         self._crew = crew
         self._found = found
         self._certificates = certificates
 
     def collect(self) -> Iterator[Metric]:
+        found = self._found or {}
         yield from _counted(self._crew)
         yield from _standing(self._crew)
         expiries = {name: expires_at(file) for name, file in self._certificates.items()}
-        yield _gauge("certificate_expiry_timestamp_seconds", ("server",), _named(expiries))
-        yield _gauge("database_up", (), _one(self._answer is not None))
-        yield _gauge("database_answer_seconds", (), _one(self._answer))
-        if self._found is not None:
-            yield from _stored(self._found)
-        yield from _lag(self._crew, self._found)
+        yield _gauge("certificate_expiry_timestamp_seconds", _named(expiries))
+        yield _gauge("database_up", _one(self._answer is not None))
+        yield _gauge("database_answer_seconds", _one(self._answer))
+        for name, values in found.items():
+            if name not in _LAG:
+                yield _gauge(name, values.items())
+        for name, values in zip(_LAG, _lag(self._crew), strict=True):
+            yield _gauge(name, (values | found.get(name, {})).items())
 
 
 def _counted(crew: Fleet) -> Iterator[Metric]:
     counts = crew.counts
     handlers = [((crew.app, name), of) for name, of in sorted(counts.handlers.items())]
-    yield _counter("deliveries", (*_HANDLER, "source"), _each(handlers, lambda of: of.deliveries))
-    yield _counter("messages", (*_HANDLER, "outcome"), _each(handlers, lambda of: {**_OUTCOMES, **of.outcomes}))
-    yield _counter("dead_letters", (*_HANDLER, "reason"), _each(handlers, lambda of: {**_LETTERS, **of.letters}))
+    yield _counter("deliveries", _each(handlers, lambda of: of.deliveries))
+    yield _counter("messages", _each(handlers, lambda of: {**_OUTCOMES, **of.outcomes}))
+    yield _counter("dead_letters", _each(handlers, lambda of: {**_LETTERS, **of.letters}))
     yield _histogram("handler_duration_seconds", ((name, of.handling) for name, of in handlers))
     yield _histogram("group_duration_seconds", ((name, of.groups) for name, of in handlers))
     yield _histogram("group_size", ((name, of.sizes) for name, of in handlers))
-    yield _counter("pruned_records", (), _one(counts.pruned))
-    yield _counter("relayed_messages", ("destination",), sorted(_named(counts.relayed)))
-    yield _counter("parked_messages", ("destination",), sorted(_named(counts.parked)))
-    yield _counter("worker_deaths", (), _one(crew.deaths))
+    yield _counter("pruned_records", _one(counts.pruned))
+    yield _counter("relayed_messages", sorted(_named(counts.relayed)))
+    yield _counter("parked_messages", sorted(_named(counts.parked)))
+    yield _counter("worker_deaths", _one(crew.deaths))
 
 
 def _standing(crew: Fleet) -> Iterator[Metric]:
     reports = list(crew.reports)
     handlers = [((crew.app, name), of) for name, of in _gathered(report.handlers for report in reports)]
-    yield _gauge("workers", ("state",), _named(crew.states))
+    yield _gauge("workers", _named(crew.states))
     # O33: 0, and not left out, while something is away.
-    yield _gauge("ready", (), _one(not crew.against_readiness()))
-    yield _gauge("source_up", ("source",), _named(_without_retries(crew.up)))
-    yield _gauge("handler_state", (*_HANDLER, "state"), _each(handlers, _states))
+    yield _gauge("ready", _one(not crew.against_readiness()))
+    yield _gauge("source_up", _named({name: up for name, up in crew.up.items() if not name.startswith(RETRIES)}))
+    yield _gauge("handler_state", _each(handlers, _states))
     for name, total in _LANES.items():
-        yield _gauge(name, _HANDLER, [(labels, total(of)) for labels, of in handlers])
-    yield _gauge("in_hand_messages", (), _one(sum(report.in_hand for report in reports)))
-    yield _gauge("in_hand_bytes", (), _one(sum(report.bytes_in_hand for report in reports)))
+        yield _gauge(name, [(labels, total(of)) for labels, of in handlers])
+    yield _gauge("in_hand_messages", _one(sum(report.in_hand for report in reports)))
+    yield _gauge("in_hand_bytes", _one(sum(report.bytes_in_hand for report in reports)))
     pools = _gathered(report.pools for report in reports)
     for name, number in _POOLS.items():
-        yield _gauge(name, ("pool",), [((pool,), sum(map(number, of))) for pool, of in pools])
+        yield _gauge(name, [((pool,), sum(map(number, of))) for pool, of in pools])
 
 
 def _states(of: Sequence[HandlerState]) -> Mapping[str, int]:
@@ -114,51 +118,11 @@ def _states(of: Sequence[HandlerState]) -> Mapping[str, int]:
     return {str(state): sum(state in (each.held_up or [WORKS]) for each in of) for state in (WORKS, *HeldUp)}
 
 
-def _stored(found: Found) -> Iterator[Metric]:
-    state, reason, destination = (*_HANDLER, "state"), (*_HANDLER, "reason"), ("destination",)
-    yield from _aged("sagas", "oldest_saga_seconds", state, found.sagas)
-    yield from _aged("due_sagas", "oldest_due_saga_seconds", _HANDLER, found.due)
-    retries = [(_of_retries(source), source) for source in found.queues if source.startswith(_RETRIES)]
-    yield _gauge(
-        "retries",
-        state,
-        _each(retries, lambda its: {"waiting": found.delayed.get(its, 0), "due": found.queues[its].number}),
-    )
-    yield _gauge(
-        "oldest_due_retry_seconds", _HANDLER, ((name, found.queues[its].oldest or 0.0) for name, its in retries)
-    )
-    yield _gauge("delayed_messages", ("source",), _named(_without_retries(found.delayed)))
-    yield from _aged("open_dead_letters", "oldest_dead_letter_seconds", reason, found.letters)
-    yield from _aged("unforwarded_dead_letters", "oldest_unforwarded_dead_letter_seconds", _HANDLER, found.forwards)
-    yield _gauge("leases", ("state",), _named(found.leases))
-    outbox = [((name,), of) for name, of in found.outbox.items()]
-    yield _gauge(
-        "outbox_messages",
-        (*destination, "state"),
-        _each(outbox, lambda of: {"waiting": of.waiting, "later": of.later, "parked": of.parked}),
-    )
-    yield _gauge("oldest_outbox_message_seconds", destination, ((name, of.oldest or 0.0) for name, of in outbox))
-    if found.pruned_at is not None:
-        yield _gauge("last_prune_timestamp_seconds", (), _one(found.pruned_at))
-
-
-def _lag(crew: Fleet, found: Found | None) -> Iterator[Metric]:
-    messages = {source: lag.messages for source, lag in crew.lag.items()}
-    seconds = {source: lag.seconds for source, lag in crew.lag.items()}
-    for source, of in _without_retries({} if found is None else found.queues).items():
-        messages[source], seconds[source] = of.number, of.oldest or 0.0
-    yield _gauge("lag_messages", ("source",), _named(messages))
-    yield _gauge("lag_seconds", ("source",), _named(seconds))
-
-
-def _without_retries(of: Mapping[str, T]) -> Mapping[str, T]:
-    return {source: its for source, its in of.items() if not source.startswith(_RETRIES)}
-
-
-def _of_retries(source: str) -> Labels:
-    """App and handler."""
-    app, _, handler = source.removeprefix(_RETRIES).rpartition("/")
-    return app, handler
+def _lag(crew: Fleet) -> tuple[dict[Labels, float], dict[Labels, float]]:
+    """Messages and seconds of what is not in our queues."""
+    lags = crew.lag.items()
+    seconds: dict[Labels, float] = {(source,): lag.seconds for source, lag in lags if lag.seconds is not None}
+    return {(source,): lag.messages for source, lag in lags}, seconds
 
 
 def _gathered(told: Iterable[Mapping[str, T]]) -> list[tuple[str, list[T]]]:
@@ -184,17 +148,12 @@ def _each(of: Iterable[tuple[Labels, T]], numbers: Callable[[T], Mapping[str, fl
     return [((*labels, str(name)), number) for labels, its in of for name, number in numbers(its).items()]
 
 
-def _aged(name: str, oldest: str, labels: Labels, of: Mapping[Labels, Number]) -> Iterator[Metric]:
-    yield _gauge(name, labels, ((values, its.number) for values, its in of.items()))
-    yield _gauge(oldest, labels, ((values, its.oldest or 0.0) for values, its in of.items()))
+def _counter(name: str, samples: Samples) -> Metric:
+    return _filled(CounterMetricFamily(PREFIX + name, TEXTS[name], labels=LABELS[name]), samples)
 
 
-def _counter(name: str, labels: Labels, samples: Samples) -> Metric:
-    return _filled(CounterMetricFamily(PREFIX + name, TEXTS[name], labels=labels), samples)
-
-
-def _gauge(name: str, labels: Labels, samples: Samples) -> Metric:
-    return _filled(GaugeMetricFamily(PREFIX + name, TEXTS[name], labels=labels), samples)
+def _gauge(name: str, samples: Samples) -> Metric:
+    return _filled(GaugeMetricFamily(PREFIX + name, TEXTS[name], labels=LABELS[name]), samples)
 
 
 def _filled(family: CounterMetricFamily | GaugeMetricFamily, samples: Samples) -> Metric:
@@ -204,7 +163,7 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, samples: Samples) -
 
 
 def _histogram(name: str, samples: Iterable[tuple[Labels, Histogram]]) -> Metric:
-    family = HistogramMetricFamily(PREFIX + name, TEXTS[name], labels=_HANDLER)
+    family = HistogramMetricFamily(PREFIX + name, TEXTS[name], labels=LABELS[name])
     for values, of in samples:
         bounds = [*map(str, of.bounds), "+Inf"]
         family.add_metric(values, list(zip(bounds, accumulate(of.buckets), strict=True)), of.sum)

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.observe.counts import SECONDS
-from idemconsumer.observe.texts import PREFIX, TEXTS
+from idemconsumer.observe.texts import LABELS, PREFIX, TEXTS
 
 _NAME: Final = "http_requests"
 _TOOK: Final = "http_request_duration_seconds"
@@ -21,9 +21,8 @@ class RequestNumbers:
     for them adds these up too."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        labels = ("app", "route")
-        self._requests = Counter(PREFIX + _NAME, TEXTS[_NAME], (*labels, "outcome"), registry=registry)
-        self._seconds = Histogram(PREFIX + _TOOK, TEXTS[_TOOK], labels, buckets=SECONDS, registry=registry)
+        self._requests = Counter(PREFIX + _NAME, TEXTS[_NAME], LABELS[_NAME], registry=registry)
+        self._seconds = Histogram(PREFIX + _TOOK, TEXTS[_TOOK], LABELS[_TOOK], buckets=SECONDS, registry=registry)
 
     def expect(self, app: str, route: str, outcomes: Iterable[str]) -> None:
         """They are there at 0 (O31)."""

@@ -171,8 +171,9 @@ async def test_letters_that_are_to_be_forwarded_are_measured(database: str) -> N
     found = await looking.look([])
     await looking.close()
     assert found is not None
-    ((name, waiting),) = found.forwards.items()
-    assert (name, waiting.number, 98 <= (waiting.oldest or 0) < 600) == (("shop", "take"), 2, True)
+    ((name, waiting),) = found["unforwarded_dead_letters"].items()
+    oldest = found["oldest_unforwarded_dead_letter_seconds"][name]
+    assert (name, waiting, 98 <= oldest < 600) == (("shop", "take"), 2, True)
 
 
 @pytest.mark.slow
