@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from idemconsumer.admin.sender import Statements
+from idemconsumer.admin.sender import Row, Statements
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import keys
 from idemconsumer.ports.broker import Lag
@@ -59,28 +59,6 @@ class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in ("running", "draining")
 
 
-class Paused(msgspec.Struct, frozen=True, kw_only=True):
-    """A handler that is paused: by whom, when and why."""
-
-    app: str
-    handler: str
-    at: datetime
-    by: str
-    reason: str | None = None
-
-
-class Audited(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody decided. `by`: as they said themselves; `role`: of the database."""
-
-    id: int
-    at: datetime
-    by: str
-    role: str
-    what: str
-    target: str
-    reason: str | None = None
-
-
 class Controls:
     """Of one schema, with a new connection for each call. Raises like `Admin`."""
 
@@ -100,12 +78,13 @@ class Controls:
             if app in (None, line.app)
         ]
 
-    async def paused(self, app: str | None = None) -> list[Paused]:
-        return await self._sql.values(Paused, "paused_handlers", app=app)
+    async def paused(self, app: str | None = None) -> list[Row]:
+        """Handlers that are paused: `paused_handlers` in `sql/control.sql`."""
+        return await self._sql.rows("paused_handlers", app=app)
 
-    async def audit(self, limit: int = 50) -> list[Audited]:
-        """The newest first."""
-        return await self._sql.values(Audited, "audit", limit=limit)
+    async def audit(self, limit: int = 50) -> list[Row]:
+        """What somebody decided, the newest first: `audit` in `sql/control.sql`."""
+        return await self._sql.rows("audit", limit=limit)
 
     async def pause(self, app: str, handler: str, *, by: str, reason: str | None = None) -> bool:
         """Nothing of the handler is fetched or begun any more, from about a second later on (O14). Returns whether it

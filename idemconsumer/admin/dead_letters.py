@@ -10,7 +10,7 @@ import msgspec
 
 from idemconsumer.admin.audit import Trace, counted
 from idemconsumer.admin.hints import hint
-from idemconsumer.admin.sender import PATIENCE, Statements
+from idemconsumer.admin.sender import PATIENCE, Row, Statements
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import keys
 from idemconsumer.message.delivered import with_delivered
@@ -110,24 +110,6 @@ class DeadLetterDetail(DeadLetter, frozen=True, kw_only=True):
     traceback: str | None = None
 
 
-class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """Dead letters with one cause, and of one app and tenant where it was asked for these. `exception` and `place` are
-    the exception's type and the line that raised it, None for what no exception has caused; `newest` is the id of the
-    newest letter."""
-
-    handler: str
-    reason: str
-    exception: str | None
-    place: str | None
-    letters: int
-    arrivals: int
-    first_at: datetime
-    last_at: datetime
-    newest: int
-    app: str | None = None
-    tenant: str | None = None
-
-
 class Redrive(msgspec.Struct, frozen=True, kw_only=True):
     """One time that a letter, or another one of its key, was redriven: in which run, by whom and when.
 
@@ -189,11 +171,13 @@ class Admin:
                 for row in page:
                     yield _detail(row)
 
-    async def causes(self, which: Which = ALL, *, by_tenant: bool = False) -> list[Cause]:
-        """The most frequent first."""
-        rows = await self._slow.rows("dead_groups", **which.params, by_tenant=by_tenant)
-        scopes = [(None, None) if (scope := row.pop("scope")) is None else keys.parts_of(scope)[:2] for row in rows]
-        return [Cause(**row, app=app, tenant=tenant) for row, (app, tenant) in zip(rows, scopes, strict=True)]
+    async def causes(self, which: Which = ALL, *, by_tenant: bool = False) -> list[Row]:
+        """The most frequent first, of each app and tenant if that is asked for: `dead_groups` in `sql/admin.sql`."""
+        found = []
+        for row in await self._slow.rows("dead_groups", **which.params, by_tenant=by_tenant):
+            app, tenant = (None, None) if (scope := row.pop("scope")) is None else keys.parts_of(scope)[:2]
+            found.append(Row(row, app=app, tenant=tenant))
+        return found
 
     async def redrives(self, letter: DeadLetterDetail) -> list[Redrive]:
         """Of this letter, and of others with its key, oldest first."""
@@ -275,6 +259,14 @@ def key_range(prefix: str) -> tuple[bytes, bytes]:
             "--key TEXT"
         )
     return low, high
+
+
+def only(found: Sequence[bytes], what: str, things: str = "keys", more: str = "") -> bytes:
+    """The one key that is meant. Raises ConfigurationError for several."""
+    if len(found) > 1:
+        several = ", ".join(each.hex()[:16] for each in found)
+        raise ConfigurationError(f"{what} matches several {things}: {several}…; write more digits{more}")
+    return found[0]
 
 
 def _detail(row: Mapping[str, Any]) -> DeadLetterDetail:

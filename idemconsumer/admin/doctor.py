@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
-
-import msgspec
+from typing import Any, Final
 
 from idemconsumer.admin.control import UNRECORDED, WorkerLine
 from idemconsumer.admin.orphans import Sagas, find_orphans
@@ -43,15 +41,7 @@ _TO_DO: Final[Mapping[HeldUp, str]] = {
 }
 
 
-class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """One finding, with what to do. A `note` is nothing that has to be mended; `check` may find an `error`."""
-
-    level: Literal["note", "warning", "error"]
-    subject: str
-    text: str
-
-
-async def diagnose(dsn: str, schema: str, app: str | None = None, sagas: Sagas | None = None) -> list[Diagnosis]:
+async def diagnose(dsn: str, schema: str, app: str | None = None, sagas: Sagas | None = None) -> list[Finding]:
     """Of all apps in the schema, or of one; of the server in any case. `sagas` as in `find_orphans`. Raises
     StoreUnavailable, and ConfigurationError when the schema is not migrated."""
     found = await status(dsn, schema, app)
@@ -77,21 +67,21 @@ async def diagnose(dsn: str, schema: str, app: str | None = None, sagas: Sagas |
     ]
 
 
-async def pending(dsn: str, schema: str) -> list[Diagnosis]:
+async def pending(dsn: str, schema: str) -> list[Finding]:
     """Whether a schema that is there lacks migrations of this version. Raises like `diagnose`."""
     known = await asyncio.to_thread(migrations.status, dsn, schema)
     lacking = [str(each) for each in known if each.pending]
     if not lacking or len(lacking) == len(known):
         return []
     text = f"lacks {', '.join(lacking)}; run `idemconsumer migrate up`: no worker of this version starts before that"
-    return [Diagnosis(level="error", subject=f"schema {schema}", text=text)]
+    return [Finding("error", f"schema {schema}", text)]
 
 
-def _warning(subject: str, text: str) -> Diagnosis:
-    return Diagnosis(level="warning", subject=subject, text=text)
+def _warning(subject: str, text: str) -> Finding:
+    return Finding("warning", subject, text)
 
 
-def _handlers(found: Status) -> Iterator[Diagnosis]:
+def _handlers(found: Status) -> Iterator[Finding]:
     for line in found.handlers:
         for each in line.conditions:
             said = in_words(each, line, found.at)
@@ -99,7 +89,7 @@ def _handlers(found: Status) -> Iterator[Diagnosis]:
             yield _warning(f"handler {line.app}/{line.handler}", f"{said}; {to_do}")
 
 
-def _workers(workers: Sequence[WorkerLine]) -> Iterator[Diagnosis]:
+def _workers(workers: Sequence[WorkerLine]) -> Iterator[Finding]:
     live = [line for line in workers if line.live]
     places = {(line.app, line.host, line.place) for line in live}
     for line in workers:
@@ -121,7 +111,7 @@ def _workers(workers: Sequence[WorkerLine]) -> Iterator[Diagnosis]:
             )
 
 
-def _leases(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
+def _leases(rows: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     for row in rows:
         over = "is unknown" if row["seconds"] is None else f"ended {row['seconds']:.0f} s ago"
         yield _warning(
@@ -131,7 +121,7 @@ def _leases(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
         )
 
 
-def _requests(rows: Iterable[Mapping[str, Any]], app: str | None) -> Iterator[Diagnosis]:
+def _requests(rows: Iterable[Mapping[str, Any]], app: str | None) -> Iterator[Finding]:
     for row in rows:
         of, _, handler = keys.parts_of(row["scope"])
         if app in (None, of):
@@ -144,7 +134,7 @@ def _requests(rows: Iterable[Mapping[str, Any]], app: str | None) -> Iterator[Di
             )
 
 
-def _sagas(found: Status) -> Iterator[Diagnosis]:
+def _sagas(found: Status) -> Iterator[Finding]:
     for each in found.sagas:
         subject = f"sagas of {each.app}/{each.handler}"
         if each.review:
@@ -161,7 +151,7 @@ def _sagas(found: Status) -> Iterator[Diagnosis]:
             )
 
 
-def _queues(found: Status) -> Iterator[Diagnosis]:
+def _queues(found: Status) -> Iterator[Finding]:
     for each in found.queues:
         subject = f"postgres:{each.name}"
         messages = MOST + 1 if each.more else each.waiting + each.in_hand + each.delayed
@@ -185,7 +175,7 @@ def _queues(found: Status) -> Iterator[Diagnosis]:
             )
 
 
-def _outbox(found: Status) -> Iterator[Diagnosis]:
+def _outbox(found: Status) -> Iterator[Finding]:
     for each in found.outbox:
         subject = f"outbox to {each.destination}"
         if each.parked:
@@ -209,7 +199,7 @@ def _outbox(found: Status) -> Iterator[Diagnosis]:
             )
 
 
-def _transactions(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
+def _transactions(rows: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     for row in rows:
         prepared = row["state"] == "prepared"
         end = f"ROLLBACK PREPARED {row['who']}" if prepared else f"SELECT pg_terminate_backend({row['who']})"
@@ -220,7 +210,7 @@ def _transactions(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
         )
 
 
-def _tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
+def _tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     for row in rows:
         name, dead, live, vacuumed = row["name"], row["dead"], row["live"], row["vacuumed"]
         if dead > _DEAD and dead > live / 2 and (vacuumed is None or vacuumed > _NOT_VACUUMED):
@@ -239,7 +229,7 @@ def _tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
             )
 
 
-def _pruning(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
+def _pruning(rows: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     for row in rows:
         yield _warning(
             "pruning",
@@ -249,7 +239,7 @@ def _pruning(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
         )
 
 
-def _scopes(names: Sequence[str], found: Status, app: str | None) -> Iterator[Diagnosis]:
+def _scopes(names: Sequence[str], found: Status, app: str | None) -> Iterator[Finding]:
     """Records of a handler that is gone: they go by their retention, and only their name stays."""
     read = {queue for each in found.handlers for queue in each.queues}
     stored = {(of, handler) for of, _, handler in map(keys.parts_of, names)}
@@ -259,7 +249,7 @@ def _scopes(names: Sequence[str], found: Status, app: str | None) -> Iterator[Di
                 "has records, but no live worker on record runs it; if it was renamed, restore its name with "
                 f'name="{handler}"; if it is gone, its records are deleted after their retention'
             )
-            yield Diagnosis(level="note", subject=f"handler {of}/{handler}", text=text)
+            yield Finding("note", f"handler {of}/{handler}", text)
 
 
 async def examine_secrets(dsn: str, schema: str) -> list[Finding]:
@@ -280,10 +270,10 @@ async def examine_secrets(dsn: str, schema: str) -> list[Finding]:
     return []
 
 
-def _secrets(findings: Iterable[Finding]) -> Iterator[Diagnosis]:
+def _secrets(findings: Iterable[Finding]) -> Iterator[Finding]:
     """Who watches needs no secret, and is not told that it has none."""
     for each in findings:
-        yield Diagnosis(level="note" if each.level == "ok" else each.level, subject=each.subject, text=each.text)
+        yield Finding("note" if each.level == "ok" else each.level, each.subject, each.text)
 
 
 def _counted(count: int) -> str:

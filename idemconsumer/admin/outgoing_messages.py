@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from idemconsumer.admin.audit import Trace, counted
-from idemconsumer.admin.sender import PATIENCE, Statements
+from idemconsumer.admin.sender import PATIENCE, Row, Statements
 from idemconsumer.message.headers import decode_headers
 
 
@@ -30,29 +29,6 @@ class OutgoingChoice(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.asdict(self) | {"ids": None if self.ids is None else list(self.ids)}
 
 
-class OutgoingMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the list. `tries`: how many times its broker has refused it, last with `error`; `due_at`: when it is
-    sent at the earliest, None: now. `message_id` is the same each time that it is sent. `size` is that of its body."""
-
-    id: int
-    destination: str
-    message_id: str
-    key: str | None
-    tries: int
-    error: str | None
-    created_at: datetime
-    due_at: datetime | None
-    parked_at: datetime | None
-    size: int
-
-
-class OutgoingDetail(OutgoingMessage, frozen=True, kw_only=True):
-    """One in full."""
-
-    headers: Mapping[str, str | bytes]
-    body: bytes
-
-
 class Outbox:
     """Of one schema, with a new connection for each call. Raises StoreUnavailable, and ConfigurationError when the
     schema is not migrated."""
@@ -60,14 +36,14 @@ class Outbox:
     def __init__(self, dsn: str, schema: str) -> None:
         self._sql = Statements(dsn, schema, patience=PATIENCE)
 
-    async def messages(self, which: OutgoingChoice, *, after: int = 0, limit: int = 50) -> list[OutgoingMessage]:
-        """Oldest first, behind the id `after`."""
-        return await self._sql.values(OutgoingMessage, "list_outgoing", **which.params, after=after, limit=limit)
+    async def messages(self, which: OutgoingChoice, *, after: int = 0, limit: int = 50) -> list[Row]:
+        """Oldest first, behind the id `after`: `list_outgoing` in `sql/outbox.sql`."""
+        return await self._sql.rows("list_outgoing", **which.params, after=after, limit=limit)
 
-    async def message(self, id: int) -> OutgoingDetail | None:
-        """None: there is none; perhaps it has been sent."""
+    async def message(self, id: int) -> Row | None:
+        """One in full, with its headers and its body. None: there is none; perhaps it has been sent."""
         for row in await self._sql.rows("show_outgoing", id=id):
-            return OutgoingDetail(**row | {"headers": decode_headers(row["headers"])})
+            return Row(row, headers=decode_headers(row.headers))
         return None
 
     async def count(self, which: OutgoingChoice) -> int:

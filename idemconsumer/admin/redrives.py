@@ -11,14 +11,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from typing import Any, Final
 
 import msgspec
 
 from idemconsumer.admin.audit import Trace
 from idemconsumer.admin.dead_letters import Which
-from idemconsumer.admin.sender import PATIENCE, Sender, Statements
+from idemconsumer.admin.sender import PATIENCE, Row, Sender, Statements
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import keys
 from idemconsumer.message.delivered import with_delivered
@@ -46,18 +45,6 @@ class RedriveRun(msgspec.Struct, frozen=True, kw_only=True):
     def redriven(self) -> int:
         """Messages that wait in the queue, and sagas that go on."""
         return sum(self.counts.get(each, 0) for each in _REDRIVEN)
-
-
-class RunLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A run, whoever began it: how many letters it has redriven, and how many of them came to which outcome (as in
-    `Redrive`, or `cancelled`). With `cancelled` it redrives no more."""
-
-    run: str
-    by: str
-    began_at: datetime
-    letters: int
-    cancelled: bool
-    outcomes: Mapping[str, int]
 
 
 class Redrives:
@@ -108,9 +95,9 @@ class Redrives:
                 if rate is not None and not dry_run:
                     await asyncio.sleep(max(0.0, began + done / rate - time.monotonic()))
 
-    async def runs(self, limit: int = 50) -> list[RunLine]:
-        """The newest first."""
-        return await self._sql.values(RunLine, "redrive_runs", limit=limit)
+    async def runs(self, limit: int = 50) -> list[Row]:
+        """The newest first, whoever began them: `redrive_runs` in `sql/admin.sql`."""
+        return await self._sql.rows("redrive_runs", limit=limit)
 
     async def cancel(self, run: str, *, by: str) -> int:
         """What has not begun is a dead letter again, and whoever makes tickets of this run makes no more. Returns how

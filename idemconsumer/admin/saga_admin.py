@@ -12,10 +12,10 @@ from typing import Any, Final, Literal
 from urllib.parse import unquote
 
 from idemconsumer.admin.audit import Trace, note_saga
-from idemconsumer.admin.dead_letters import unknown_handler
+from idemconsumer.admin.dead_letters import Admin, only, unknown_handler
 from idemconsumer.admin.decisions import Cancellation, Deciding, decide, request_cancel, set_free
-from idemconsumer.admin.saga_views import SagaDetail, SagaLine, detail
-from idemconsumer.admin.sender import Sender, Statements, readers
+from idemconsumer.admin.saga_views import SagaDetail, detail
+from idemconsumer.admin.sender import Row, Statements, readers
 from idemconsumer.errors import ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.message import codecs, keys
 from idemconsumer.message.message import StoredResult
@@ -23,7 +23,6 @@ from idemconsumer.message.sources import own_source
 from idemconsumer.ports.arguments import Done, NotDone
 from idemconsumer.rules.saga import ANY_VERSION
 from idemconsumer.rules.values import Signalled, State
-from idemconsumer.stores.agreed_hashing import may_hash
 from idemconsumer.stores.claims import PostgresClaims
 from idemconsumer.stores.signals import Signal
 
@@ -41,6 +40,7 @@ class SagaAdmin:
 
     def __init__(self, dsn: str, schema: str) -> None:
         self._sql = Statements(dsn, schema)
+        self._letters = Admin(dsn, schema)
         self._shared = Statements(dsn, schema, shared=readers(dsn))
         self._deciding_in = Deciding(dsn, schema)
 
@@ -52,30 +52,28 @@ class SagaAdmin:
         state: Literal["processing", "undoing", "dead"] | None = None,
         stale: bool = False,
         limit: int = 50,
-    ) -> list[SagaLine]:
+    ) -> list[Row]:
         """Sagas that have not ended, newest first, at most `limit`."""
         given = {"key": None, "handler": handler, "state": state, "stale": stale, "limit": limit}
-        return await self._sql.values(SagaLine, "saga_list", **given)
+        return await self._sql.rows("saga_list", **given)
 
     async def find(self, *, prefix: str | None = None, handler: str | None = None, key: str | None = None) -> bytes:
         """The one stored key that begins with `prefix` (hex), or that `handler` stores for the text `key`, in any
         app and tenant."""
-        async with self._sql.sending() as send:
-            if prefix is not None:
-                found, what = await _by_prefix(send, prefix), f"{prefix!r}"
-            else:
-                assert handler is not None
-                assert key is not None
-                found, what = await self._by_text(send, handler, key), f"handler {handler!r} and this key"
+        if prefix is not None:
+            found, what = await self._by_prefix(prefix), f"{prefix!r}"
+        else:
+            assert handler is not None
+            assert key is not None
+            stored = await self._letters.stored_keys(handler, key)
+            found = [row["key"] for row in await self._sql.rows("read", keys=stored)]
+            what = f"handler {handler!r} and this key"
         if not found:
             unknown = None if handler is None else await unknown_handler(self._sql.dsn, self._sql.schema, handler)
             raise ConfigurationError(
                 unknown or f"there is no record for {what}; `idemconsumer sagas list` shows what runs"
             )
-        if len(found) > 1:
-            several = ", ".join(each.hex()[:16] for each in found)
-            raise ConfigurationError(f"{what} matches several records: {several}…; write more digits")
-        return found[0]
+        return only(found, what, "records")
 
     async def saga(self, key: bytes) -> SagaDetail:
         if (found := await self.look_up(key)) is None:
@@ -100,12 +98,15 @@ class SagaAdmin:
         """Those that have sagas that have not ended, as app and handler."""
         return [f"{unquote(row['app'])}/{row['handler']}" for row in await self._sql.rows("moveable_sagas")]
 
-    async def _by_text(self, send: Sender, handler: str, key: str) -> list[bytes]:
-        scopes = [keys.parts_of(row["name"]) for row in await send("scopes")]
-        if not may_hash(await send("hashing"), self._sql.schema):
-            return []
-        digests = [keys.digest(app, tenant, name, key) for app, tenant, name in scopes if name == handler]
-        return [row["key"] for row in await send("read", keys=digests)]
+    async def _by_prefix(self, prefix: str) -> list[bytes]:
+        try:
+            low, high = (bytes.fromhex(prefix.ljust(64, fill)) for fill in "0f")
+        except ValueError:
+            raise ConfigurationError(
+                f"{prefix!r} is not the beginning of a stored key; write hexadecimal digits as `sagas list` shows "
+                "them, or --handler NAME --key TEXT"
+            ) from None
+        return [row["key"] for row in await self._sql.rows("saga_keys", low=low, high=high, limit=_MOST_FOUND)]
 
     # ------------------------------------------------------------------------------------------------------ decisions
     async def resume(self, key: bytes, *, by: str, accept_version: bool = False) -> None:
@@ -208,14 +209,3 @@ class SagaAdmin:
                 )
             await claims.send("forget_dead", {"key": key})
             yield claims, State(phase), rejection
-
-
-async def _by_prefix(send: Sender, prefix: str) -> list[bytes]:
-    try:
-        low, high = (bytes.fromhex(prefix.ljust(64, fill)) for fill in "0f")
-    except ValueError:
-        raise ConfigurationError(
-            f"{prefix!r} is not the beginning of a stored key; write hexadecimal digits as `sagas list` shows "
-            "them, or --handler NAME --key TEXT"
-        ) from None
-    return [row["key"] for row in await send("saga_keys", low=low, high=high, limit=_MOST_FOUND)]

@@ -2,89 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 import msgspec
 
+from idemconsumer.admin.sender import Row
 from idemconsumer.admin.timeline import Event, timeline, waiting
 from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.values import State, StepKind, StepState
 from idemconsumer.sagas.step import step_key
 
-Row = Mapping[str, Any]
-
-
-class SagaLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A saga that has not ended. `state` is processing, undoing or dead (`parked` says why it waits for a person).
-
-    `owner` is the worker that holds it, None between attempts; `stale` means that its lease has expired. `attempt`
-    counts takeovers since the last finished step; `token`, the fence token, increases with each takeover. `cancel`: it
-    is to be cancelled, and whether its finished steps are to be undone then; None if nobody has requested that.
-    `waits`: what it sleeps or waits for, such as "signal approved"; then `due` is until when.
-    """
-
-    key: str
-    scope: str
-    handler: str
-    state: str
-    parked: str | None
-    owner: str | None
-    token: int
-    attempt: int
-    due: datetime
-    stale: bool
-    recovery_point: str | None
-    version: str | None
-    error: str | None
-    source: str
-    position: str
-    message_id: str | None
-    started_at: datetime
-    cancel: bool | None
-    waits: list[str]
-
-
-class StepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A recorded step. `token` is the fence token of the owner that last wrote it; `attempts` includes those of its
-    undo; `seconds` is the time from its first start to its end, `undo_seconds` the same for its undo. `key` is what a
-    call gives its remote, and `undo_key` what its undo does; None for steps in a transaction.
-
-    In the states `intent` and `undo intent` the outcome is not known yet. A `sleep` or a `wait` has an end, `until`,
-    and a wait its `signal`; the state is `waiting` until it is over.
-    """
-
-    name: str
-    kind: str
-    key: str | None
-    undo_key: str | None
-    state: str
-    has_undo: bool
-    overlapped: bool
-    token: int
-    attempts: int
-    started_at: datetime
-    finished_at: datetime | None
-    seconds: float | None
-    undo_seconds: float | None
-    output: str | None
-    until: datetime | None
-    signal: str | None
-
-
-class SignalLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Signals of one name that no wait has taken. `awaited`: a wait is for them, and takes one when the saga runs."""
-
-    name: str
-    signals: int
-    first_at: datetime
-    awaited: bool
-
 
 class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
     """A saga's record, its row until it ends, its steps in the order of their starts, and its timeline. `parent`: the
-    key of the saga whose start began it; None if a message or code did, or the parent's record is pruned."""
+    key of the saga whose start began it; None if a message or code did, or the parent's record is pruned. `running` and
+    `signals`: `saga_list` and `saga_signals` in `sql/admin.sql`; `steps`: see `_step`."""
 
     key: str
     scope: str
@@ -92,9 +25,9 @@ class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
     changed_at: datetime
     parent: str | None
     result: str | None
-    running: SagaLine | None
-    steps: list[StepLine]
-    signals: list[SignalLine]
+    running: Row | None
+    steps: list[Row]
+    signals: Sequence[Row]
     timeline: list[Event]
 
     @property
@@ -122,26 +55,41 @@ def detail(
         changed_at=record["changed_at"],
         parent=parent,
         result=readable(record["result"]),
-        running=None if running is None else SagaLine(**running),
+        running=running,
         steps=[_step(record["scope"], key, step) for step in steps],
-        signals=[SignalLine(**each) for each in signals],
+        signals=signals,
         timeline=timeline(running, history, steps, (record["changed_at"], state)),
     )
 
 
-def _step(scope: str, key: bytes, row: Row) -> StepLine:
-    name, kind, same = row["name"], StepKind(row["kind"]), StepLine.__struct_fields__
-    given = {each: row[each] for each in same if each in row} | {
-        "kind": word_of(kind),
-        "key": str(step_key(scope, key, name)) if kind is StepKind.CALL else None,
-        "undo_key": str(step_key(scope, key, name, undo=True)) if kind is StepKind.CALL else None,
-        "state": "waiting" if waiting(row) else word_of(StepState(row["state"])),
-        "attempts": row["attempt"],
-        "seconds": _seconds(row["started_at"], row["finished_at"]),
-        "undo_seconds": _seconds(row["undo_at"], row["undone_at"]),
-        "output": readable(row["output"]),
-    }
-    return StepLine(**given)
+def _step(scope: str, key: bytes, row: Row) -> Row:
+    """`token` is the fence token of the owner that last wrote it; `attempts` includes those of its undo; `seconds` is
+    the time from its first start to its end, `undo_seconds` the same for its undo. `key` is what a call gives its
+    remote, and `undo_key` what its undo does; None for steps in a transaction.
+
+    In the states `intent` and `undo intent` the outcome is not known yet. A `sleep` or a `wait` has an end, `until`,
+    and a wait its `signal`; the state is `waiting` until it is over.
+    """
+    kind = StepKind(row.kind)
+    keys = [str(step_key(scope, key, row.name, undo=undo)) if kind is StepKind.CALL else None for undo in (False, True)]
+    return Row(
+        name=row.name,
+        kind=word_of(kind),
+        key=keys[0],
+        undo_key=keys[1],
+        state="waiting" if waiting(row) else word_of(StepState(row.state)),
+        has_undo=row.has_undo,
+        overlapped=row.overlapped,
+        token=row.token,
+        attempts=row.attempt,
+        started_at=row.started_at,
+        finished_at=row.finished_at,
+        seconds=_seconds(row.started_at, row.finished_at),
+        undo_seconds=_seconds(row.undo_at, row.undone_at),
+        output=readable(row.output),
+        until=row.until,
+        signal=row.signal,
+    )
 
 
 def _seconds(began: datetime | None, ended: datetime | None) -> float | None:
@@ -216,6 +164,6 @@ def status(detail: SagaDetail) -> SagaStatus:
     )
 
 
-def _recovery_point(steps: list[StepLine]) -> str | None:
+def _recovery_point(steps: list[Row]) -> str | None:
     finished = [(each.finished_at, each.name) for each in steps if each.finished_at and not each.name.startswith(PATCH)]
     return max(finished)[1] if finished else None

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, TypeAlias, TypeVar
 
 import psycopg
-from psycopg.rows import dict_row
+from psycopg.rows import kwargs_row
 
 from idemconsumer.brokers.publishers import Publishers
 from idemconsumer.errors import StoreUnavailable
@@ -19,7 +19,20 @@ from idemconsumer.sql.queries import Queries, load, misconfigured, takes_no_writ
 _CONNECT_SECONDS = 10
 PATIENCE: Final = 600.0  # seconds: what reads all letters may have a million to read
 
-Row: TypeAlias = dict[str, Any]
+
+class Row(dict[str, Any]):
+    """What a statement has found: its columns by name, as items and as attributes. Encoded it is an object of JSON.
+
+    What they mean is said where the statement is, in `sql`.
+    """
+
+    def __getattr__(self, column: str) -> Any:
+        try:
+            return self[column]
+        except KeyError:
+            raise AttributeError(column) from None
+
+
 Connection: TypeAlias = AnsweringConnection[Row]
 T = TypeVar("T")
 Readers: TypeAlias = Publishers[Connection]
@@ -42,7 +55,8 @@ class Sender:
 
 
 class Statements:
-    """Of one schema, with a new connection for each call, or one of those that are `shared`. Raises like `Admin`."""
+    """Of one schema, with a new connection for each call, or one of those that are `shared`. `patience`: of a new one,
+    seconds for each statement. Raises like `Admin`."""
 
     def __init__(self, dsn: str, schema: str, *, patience: float | None = None, shared: Readers | None = None) -> None:
         self.dsn = dsn
@@ -63,8 +77,18 @@ class Statements:
     @asynccontextmanager
     async def sending(self) -> AsyncIterator[Sender]:
         """Several on one connection, each committed by itself."""
-        async with connected(self.dsn, self.schema, self._shared, patience=self._patience) as connection:
-            yield Sender(connection, self._queries)
+        try:
+            async with (self._shared or readers(self.dsn, self._patience)).one() as connection:
+                if self._patience is not None:
+                    connection.patience = self._patience
+                yield Sender(connection, self._queries)
+        except psycopg.Error as error:
+            if (cause := misconfigured(error, self.schema) or takes_no_writes(error)) is not None:
+                raise cause from error
+            if not isinstance(error, psycopg.OperationalError):
+                raise
+            what = "cannot be reached" if error.sqlstate is None else "has not done it"
+            raise StoreUnavailable(f"the database {what}: {error_text(error)}") from error
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[Sender]:
@@ -77,24 +101,5 @@ def readers(dsn: str, patience: float | None = None) -> Readers:
     """For any number of callers (L57)."""
     # The limit of the role is meant for workers, and for their handlers.
     settings = {} if patience is None else {"statement_timeout": f"{patience:g}s"}
-    return Publishers(lambda: connect_async(dsn, settings, row_factory=dict_row, connect_timeout=_CONNECT_SECONDS))
-
-
-@asynccontextmanager
-async def connected(
-    dsn: str, schema: str, shared: Readers | None = None, *, patience: float | None = None
-) -> AsyncIterator[Connection]:
-    """A new connection, or one of those that are `shared`: autocommit, rows as dicts. `patience`: of a new one, seconds
-    for each statement. Raises like `Admin`."""
-    try:
-        async with (shared or readers(dsn, patience)).one() as connection:
-            if patience is not None:
-                connection.patience = patience
-            yield connection
-    except psycopg.Error as error:
-        if (cause := misconfigured(error, schema) or takes_no_writes(error)) is not None:
-            raise cause from error
-        if not isinstance(error, psycopg.OperationalError):
-            raise
-        what = "cannot be reached" if error.sqlstate is None else "has not done it"
-        raise StoreUnavailable(f"the database {what}: {error_text(error)}") from error
+    rows = kwargs_row(Row)
+    return Publishers(lambda: connect_async(dsn, settings, row_factory=rows, connect_timeout=_CONNECT_SECONDS))

@@ -3,91 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Final
 from urllib.parse import unquote
 
 import msgspec
 
-from idemconsumer.admin.control import Controls, Name, Paused, WorkerLine
-from idemconsumer.admin.sender import Statements
+from idemconsumer.admin.control import Controls, Name, WorkerLine
+from idemconsumer.admin.sender import Row, Statements
 from idemconsumer.message import keys
 from idemconsumer.ports.broker import Lag
 from idemconsumer.rules.held_up import Condition, HeldUp, paused, together
 
 MOST: Final = 10_000  # rows that are read of each queue, handler of sagas and reason of letters
-
-
-class QueueLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A queue in Postgres with anything in it. `handler`: whose messages these are, as app/handler, None if no live
-    worker reads it; `kind`: `source`, `own` (begun from code, or moved here) or `retries`. `waiting` could be taken
-    now, the first for `oldest` seconds; `in_hand` of workers; `delayed` until they are due, the first at `next`, or
-    `overdue` for so many seconds. `more`: not all of them were read, so there are more."""
-
-    name: str
-    kind: str
-    handler: str | None
-    waiting: int
-    in_hand: int
-    oldest: float | None
-    delayed: int
-    next: datetime | None
-    overdue: float | None
-    more: bool
-
-
-class SagaStates(msgspec.Struct, frozen=True, kw_only=True):
-    """Sagas of a handler that have not ended: `running` in a worker, `waiting` until they are due, `due` now and the
-    first one `overdue` for so many seconds, `review` for a person. `undoing` are among these. `more` as in QueueLine.
-    """
-
-    app: str
-    handler: str
-    running: int
-    waiting: int
-    due: int
-    undoing: int
-    review: int
-    oldest: datetime | None
-    overdue: float | None
-    more: bool
-
-
-class OutboxLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Outgoing messages to one destination: `waiting` to be sent, the oldest for so many seconds; `later`, because they
-    were published so or refused, perhaps with this `error`; `parked` for a person. `relayed`: a live worker on record
-    can reach its broker. `more` as in QueueLine."""
-
-    destination: str
-    waiting: int
-    oldest: float | None
-    later: int
-    parked: int
-    error: str | None
-    relayed: bool
-    more: bool
-
-
-class RequestLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests of a route in leased mode that have not ended, the first since `oldest`: `running`, or `lost` with the
-    process that ran them. `more` as in QueueLine."""
-
-    app: str
-    route: str
-    running: int
-    lost: int
-    oldest: datetime
-    more: bool
-
-
-class Letters(msgspec.Struct, frozen=True, kw_only=True):
-    """Dead letters that wait for a person, by reason; `newest`: when one arrived last. `more` as in QueueLine."""
-
-    reason: str
-    letters: int
-    newest: datetime
-    more: bool
 
 
 class HandlerLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,23 +34,29 @@ class HandlerLine(msgspec.Struct, frozen=True, kw_only=True):
     lanes: int
     running: int
     outcomes: dict[str, int]
-    paused: Paused | None = None
+    paused: Row | None = None
     obeyed: int = 0
     conditions: list[Condition] = []
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`at` is the database's time. At most `most` rows of each were read, and one to see whether there are `more`."""
+    """`at` is the database's time. At most `most` rows of each were read, and one to see whether there are `more`.
+
+    `queues`, `sagas`, `letters`, `outbox` and `requests`: see `status_queues` and so on in `sql`. Of a queue with
+    anything in it `handler` is whose messages these are, as app/handler, None if no live worker reads it; `kind` is
+    `source`, `own` (begun from code, or moved here) or `retries`. Outgoing messages are `relayed` if a live worker on
+    record can reach their broker.
+    """
 
     at: datetime
     handlers: list[HandlerLine]
-    queues: list[QueueLine]
-    sagas: list[SagaStates]
-    letters: list[Letters]
+    queues: list[Row]
+    sagas: list[Row]
+    letters: list[Row]
     workers: list[WorkerLine]
     most: int
-    outbox: list[OutboxLine] = []
-    requests: list[RequestLine] = []
+    outbox: list[Row] = []
+    requests: list[Row] = []
 
 
 async def status(dsn: str, schema: str, app: str | None = None, *, most: int | None = None) -> Status:
@@ -135,26 +70,25 @@ async def status(dsn: str, schema: str, app: str | None = None, *, most: int | N
         rows = {
             name: await send(f"status_{name}", **given) for name in ("queues", "sagas", "letters", "outbox", "requests")
         }
-        now = await (await send.connection.execute(b"select clock_timestamp() as at")).fetchone() or {}
+        ((at,),) = [row.values() for row in await send("status_time")]
     relays = {each for line in workers if line.live for doing in line.handlers.values() for each in doing.relays}
-    handlers = [line for line in handler_lines(workers, pauses, now["at"]) if app in (None, line.app)]
+    handlers = [line for line in handler_lines(workers, pauses, at) if app in (None, line.app)]
     return Status(
-        at=now["at"],
+        at=at,
         handlers=handlers,
-        queues=[line for row in rows["queues"] if (line := queue_line(row, handlers)).handler or app is None],
-        sagas=[SagaStates(**row | {"app": unquote(row["app"])}) for row in rows["sagas"]],
-        letters=[Letters(**row) for row in rows["letters"]],
+        queues=[line for row in rows["queues"] if (line := _queue_line(row, handlers)).handler or app is None],
+        sagas=[Row(row, app=unquote(row.app)) for row in rows["sagas"]],
+        letters=rows["letters"],
         workers=workers,
         most=most,
-        outbox=[OutboxLine(**row, relayed=_scheme(row) in relays) for row in rows["outbox"] if app is None],
-        requests=[
-            RequestLine(**row | {each: unquote(row[each]) for each in ("app", "route")}) for row in rows["requests"]
-        ],
+        outbox=[_outbox_line(row, relays) for row in rows["outbox"] if app is None],
+        requests=[Row(row, app=unquote(row.app), route=unquote(row.route)) for row in rows["requests"]],
     )
 
 
-def _scheme(row: Mapping[str, Any]) -> str:
-    return str(row["destination"]).partition(":")[0]
+def _outbox_line(row: Row, relays: Container[str]) -> Row:
+    more = row.pop("more")
+    return Row(row, relayed=row.destination.partition(":")[0] in relays, more=more)
 
 
 def in_words(each: Condition, line: HandlerLine, at: datetime) -> str:
@@ -163,7 +97,7 @@ def in_words(each: Condition, line: HandlerLine, at: datetime) -> str:
     return f"{each.text} since {at - timedelta(seconds=each.seconds):%Y-%m-%d %H:%M:%S}{part}"
 
 
-def _conditions(pause: Paused | None, its: Sequence[WorkerLine], name: str, at: datetime) -> list[Condition]:
+def _conditions(pause: Row | None, its: Sequence[WorkerLine], name: str, at: datetime) -> list[Condition]:
     """As people have decided, and as its workers say, who have last been heard of a while ago."""
     said = [(line, each) for line in its for each in line.handlers[name].conditions if each.by is not HeldUp.PAUSED]
     known = together(msgspec.structs.replace(each, seconds=each.seconds + line.unseen) for line, each in said)
@@ -173,7 +107,7 @@ def _conditions(pause: Paused | None, its: Sequence[WorkerLine], name: str, at: 
     return [paused(pause.by, pause.reason, (at - pause.at).total_seconds(), obeyed), *known]
 
 
-def handler_lines(workers: Sequence[WorkerLine], paused: Sequence[Paused], at: datetime) -> list[HandlerLine]:
+def handler_lines(workers: Sequence[WorkerLine], paused: Sequence[Row], at: datetime) -> list[HandlerLine]:
     """By app and name, as of then."""
     pauses = {(each.app, each.handler): each for each in paused}
     running: dict[Name, list[WorkerLine]] = {name: [] for name in pauses}
@@ -185,9 +119,7 @@ def handler_lines(workers: Sequence[WorkerLine], paused: Sequence[Paused], at: d
     ]
 
 
-def _handler_line(
-    app: str, name: str, pause: Paused | None, workers: Sequence[WorkerLine], at: datetime
-) -> HandlerLine:
+def _handler_line(app: str, name: str, pause: Row | None, workers: Sequence[WorkerLine], at: datetime) -> HandlerLine:
     its = [line.handlers[name] for line in workers]
     outcomes = Counter[str]()
     lags: dict[str, Lag] = {}
@@ -211,9 +143,10 @@ def _handler_line(
     )
 
 
-def queue_line(row: Mapping[str, Any], handlers: Sequence[HandlerLine]) -> QueueLine:
+def _queue_line(row: Row, handlers: Sequence[HandlerLine]) -> Row:
     """With whose it is."""
-    source = f"postgres:{row['name']}"
-    kind = "retries" if row["name"].startswith("~~") else "own" if row["name"].startswith("~") else "source"
+    name = row.pop("name")
+    source = f"postgres:{name}"
+    kind = "retries" if name.startswith("~~") else "own" if name.startswith("~") else "source"
     readers = [f"{each.app}/{each.handler}" for each in handlers if source in each.sources or source in each.queues]
-    return QueueLine(kind=kind, handler=readers[0] if readers else None, **row)
+    return Row({"name": name, "kind": kind, "handler": readers[0] if readers else None, **row})

@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import msgspec
 
-from idemconsumer.admin.dead_letters import Admin, DeadLetter, Redrive, key_range, unknown_handler
+from idemconsumer.admin.dead_letters import Admin, DeadLetter, Redrive, key_range, only, unknown_handler
 from idemconsumer.admin.decisions import Deciding
 from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.admin.saga_views import readable
-from idemconsumer.admin.sender import PATIENCE, Statements
+from idemconsumer.admin.sender import PATIENCE, Row, Statements
 from idemconsumer.admin.timeline import Event
 from idemconsumer.errors import ConfigurationError, NothingFound
 from idemconsumer.message import keys
@@ -28,52 +28,17 @@ _MOST_FOUND: Final = 5
 _MOST_DELIVERIES: Final = 1_000
 
 
-class KeyLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a key."""
-
-    key: str
-    scope: str
-    state: str
-    changed_at: datetime
-
-
-class Attempts(msgspec.Struct, frozen=True, kw_only=True):
-    """How often its message was tried without coming to an end, and the last error with its place."""
-
-    count: int
-    error: str | None
-    changed_at: datetime
-
-
-class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that runs `since` then. `lost`: its owner's lease is over, so nobody knows how far it came; the next
-    one with its key and payload takes it over, or `keys release` makes the key new. `again`: it is not the first run.
-    """
-
-    since: datetime
-    owner: str | None
-    lost: bool
-    again: bool
-
-
-class LoggedDelivery(msgspec.Struct, frozen=True, kw_only=True):
-    """What the delivery log has of one delivery: what became of it and when, where it came from, which process had it,
-    and for how many seconds."""
-
-    at: datetime
-    outcome: str
-    place: str
-    worker: str
-    attempt: int
-    seconds: float
-
-
 class KeyDetail(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known of a key. `state` is None where it has no record; `until` is when that may be pruned. `due`:
     when the stored message of a PENDING key runs, None for at once. `created_at`: when it was accepted, where it was;
     `awaited`: the source from which its message is still to come (H46). `deliveries` are the last thousand that the
     delivery log has (O22), the newest first. `next` says what would happen if its message came again now. `timeline`
-    has all of it, and what its saga did, in order. `store`: where the record is."""
+    has all of it, and what its saga did, in order. `store`: where the record is.
+
+    `attempts`: how often its message was tried without coming to an end, and the last error with its place. `request`:
+    one that runs `since` then. It is `lost` if its owner's lease is over, so nobody knows how far it came; the next one
+    with its key and payload takes it over, or `keys release` makes the key new. `again`: it is not the first run.
+    """
 
     key: str
     scope: str | None
@@ -84,11 +49,11 @@ class KeyDetail(msgspec.Struct, frozen=True, kw_only=True):
     due: datetime | None
     created_at: datetime | None
     awaited: str | None
-    attempts: Attempts | None
-    request: RunningRequest | None
+    attempts: Row | None
+    request: Row | None
     letters: Sequence[DeadLetter]
     redrives: Sequence[Redrive]
-    deliveries: Sequence[LoggedDelivery]
+    deliveries: Sequence[Row]
     timeline: Sequence[Event]
     next: str
     store: str = "postgres"
@@ -135,10 +100,7 @@ class Keys:
             if not known and (why := await unknown_handler(self._sql.dsn, self._sql.schema, handler)) is not None:
                 raise ConfigurationError(why)
             raise NothingFound(f"nothing is known of {what}; `idemconsumer keys list` shows known keys")
-        if len(found) > 1:
-            several = ", ".join(each.hex()[:16] for each in found)
-            raise ConfigurationError(f"{what} matches several keys: {several}…; write more digits, or --tenant")
-        return found[0]
+        return only(found, what, more=", or --tenant")
 
     async def born(self) -> str:
         """What tells this schema from one in any other database (H33)."""
@@ -152,7 +114,7 @@ class Keys:
         state: State | None = None,
         after: str | None = None,
         limit: int = 50,
-    ) -> list[KeyLine]:
+    ) -> list[Row]:
         """Records in the order of their keys, those behind `after` (hex). Where few match, all records are read."""
         scopes = None
         if handler is not None or tenant is not None:
@@ -161,7 +123,7 @@ class Keys:
         behind = None if after is None else key_range(after)[1]
         number = None if state is None else int(state)
         rows = await self._sql.rows("key_list", after=behind, scopes=scopes, state=number, limit=limit)
-        return [KeyLine(**row | {"state": State(row["state"]).name.lower()}) for row in rows]
+        return [Row(row, state=State(row.state).name.lower()) for row in rows]
 
     async def explain(self, key: bytes) -> KeyDetail:
         """O7. Changes nothing. Not from one snapshot: what happens meanwhile may be in one part and not in another."""
@@ -170,16 +132,16 @@ class Keys:
         letters = await self._sql.values(DeadLetter, "key_letters", key=key)
         redrives = await self._sql.values(Redrive, "dead_redrives", letter=None, key=key)
         logged = {"first": first_bytes(key), "limit": _MOST_DELIVERIES}
-        deliveries = await self._sql.values(LoggedDelivery, "key_deliveries", **logged)
+        deliveries = await self._sql.rows("key_deliveries", **logged)
         saga = await self._sagas.look_up(key)
         state = None if record["state"] is None else State(record["state"])
         scope = record["scope"] or tried["scope"]
         request = None
         if record["request_since"] is not None:
-            request = RunningRequest(**{name: record[f"request_{name}"] for name in RunningRequest.__struct_fields__})
+            request = Row({name: record[f"request_{name}"] for name in ("since", "owner", "lost", "again")})
         attempts = None
         if tried["scope"] is not None:
-            attempts = Attempts(count=tried["count"], error=tried["error"], changed_at=tried["changed_at"])
+            attempts = Row({name: tried[name] for name in ("count", "error", "changed_at")})
         detail = KeyDetail(
             key=key.hex(),
             scope=scope,

@@ -1,50 +1,78 @@
-"""What is chosen by options, and what is said where that is nothing."""
+"""What a person means by ids and options, and what is said where that is nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 import click
+from click import argument, option
 
 from idemconsumer.admin.dead_letters import unknown_handler
-from idemconsumer.cli.verbs import Given, Output, listed, printable
+from idemconsumer.cli.flags import ID, Words, flag, together
+from idemconsumer.cli.layout import listed, printable
+from idemconsumer.cli.verbs import Given, Output
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.process.child import Exit
+
+_DURATIONS = ("since", "until")
+
+
+class Choice:
+    """Of things of one kind those that are meant: by ids, by options of which all hold, or all there is."""
+
+    def __init__(self, thing: str, such_as: str, *options: tuple[str, str | None, str]) -> None:
+        """`options`: names, metavar and text of each; `such_as`: an example of them."""
+        self.words: Words = together(*(option(*names.split(), metavar=of, help=text) for names, of, text in options))
+        self._names = [names.split()[-1].removeprefix("--") for names, *_ in options]
+        self._thing = thing
+        self._such_as = such_as
+
+    def with_ids(self, every: str) -> Words:
+        """As words of what a person does to them."""
+        everything = flag("--all", "everything", help=every)
+        return together(argument("ids", metavar="[ID]…", type=ID, nargs=-1), self.words, everything)
+
+    def given(self, given: Given) -> dict[str, Any]:
+        """What was typed of it, times in seconds."""
+        typed = {name: getattr(given, name) for name in self._names}
+        typed |= {name: seconds(typed[name]) for name in _DURATIONS if name in typed}
+        return typed | {"ids": getattr(given, "ids", None) or None}
+
+    def need(self, given: Given) -> None:
+        """Something has to be chosen."""
+        named = [f"--{name}" for name in self._names if getattr(given, name) is not None]
+        if given.everything and (given.ids or named):
+            raise click.UsageError(f"--all takes no {named[0] if named else 'ids'}; leave out one of them")
+        if not (given.everything or given.ids or named):
+            raise click.UsageError(f"give ids, or options such as {self._such_as}, or --all")
+
+    async def need_found(self, given: Given, found: int) -> None:
+        """Exit 1 where something was chosen and nothing is there: a script that misspells a handler has to learn of
+        it."""
+        ids = set(getattr(given, "ids", ()))
+        if found and (missing := len(ids) - found) > 0:
+            click.echo(f"left: {missing} of these ids; no {self._thing} that this applies to has them", err=True)
+        if found or not (ids or any(getattr(given, name) is not None for name in self._names)):
+            return
+        click.echo(f"no {self._thing} is chosen by this", err=True)
+        for line in await _unknown(given):
+            click.echo(line, err=True)
+        raise click.exceptions.Exit(Exit.ERROR)
+
+    def delete(self, given: Given, found: int, discard: Callable[[], Coroutine[Any, Any, int]]) -> int:
+        """For good, unless only to be counted. How many that are, or would be."""
+        if given.dry_run:
+            return found
+        if not given.yes and found:
+            click.confirm(f"delete {found} {self._thing}s for good?", abort=True, err=True)
+        return asyncio.run(discard())
 
 
 def seconds(duration: str | None) -> float | None:
     """One that may be left out."""
     return None if duration is None else parse_duration(duration)
-
-
-def need_choice(given: Given, options: Sequence[str], such_as: str) -> None:
-    """Something has to be chosen: by ids, by options of which all hold, or all there is."""
-    named = [f"--{name.replace('_', '-')}" for name in options if getattr(given, name) is not None]
-    if given.everything and (given.ids or named):
-        raise click.UsageError(f"--all takes no {named[0] if named else 'ids'}; leave out one of them")
-    if not (given.everything or given.ids or named):
-        raise click.UsageError(f"give ids, or options such as {such_as}, or --all")
-
-
-async def need_found(given: Given, options: Sequence[str], found: int, what: str) -> None:
-    """Exit 1 where something was chosen and nothing is there: a script that misspells a handler has to learn of it."""
-    ids = set(getattr(given, "ids", ()))
-    if found and (missing := len(ids) - found) > 0:
-        click.echo(f"left: {missing} of these ids; no {what} that this applies to has them", err=True)
-    if found or not (ids or any(getattr(given, name) is not None for name in options)):
-        return
-    click.echo(f"no {what} is chosen by this", err=True)
-    for line in await unknown(given):
-        click.echo(line, err=True)
-    raise click.exceptions.Exit(Exit.ERROR)
-
-
-async def unknown(given: Given) -> list[str]:
-    """Which names there are, where nothing is stored under that of the handler."""
-    if (handler := getattr(given, "handler", None)) is None:
-        return []
-    text = await unknown_handler(*given.database, handler)
-    return [] if text is None else [printable(text)]
 
 
 def need_key(given: Given, lists: str) -> None:
@@ -58,7 +86,15 @@ async def listing(
     given: Given, found: Sequence[object], columns: str, rows: Iterable[Iterable[object]], none: str, *, more: str = ""
 ) -> Output:
     """Of a list, with what may be wrong where it is empty, and how it goes on behind its last one if it has `more`."""
-    notes = [] if found or given.as_json else await unknown(given)
+    notes = [] if found or given.as_json else await _unknown(given)
     if more and len(found) == given.limit:
         notes.append(f"there may be more: {more.format(found[-1])}")
     return Output(found, listed(columns, rows, none), notes)
+
+
+async def _unknown(given: Given) -> list[str]:
+    """Which names there are, where nothing is stored under that of the handler."""
+    if (handler := getattr(given, "handler", None)) is None:
+        return []
+    text = await unknown_handler(*given.database, handler)
+    return [] if text is None else [printable(text)]

@@ -6,9 +6,10 @@ from collections.abc import Awaitable, Callable
 
 from click import argument, option
 
-from idemconsumer.admin.control import UNRECORDED, Controls
+from idemconsumer.admin.control import UNRECORDED, Controls, WorkerLine
 from idemconsumer.cli.flags import ID, deciding, limit, together
-from idemconsumer.cli.verbs import Given, Output, Verbs, listed, printable, verb
+from idemconsumer.cli.layout import listed, printable
+from idemconsumer.cli.verbs import Given, Output, Verbs, verb
 
 NOT_REACHED = (
     "{} processes are not on record: programs that run its sagas themselves and ignore this, or workers that are "
@@ -97,13 +98,14 @@ async def worker_list(given: Given) -> Output:
     listed as `unrecorded`.
     """
     lines = await Controls(*given.database).workers(given.app)
-    rows = []
-    for each in lines:
-        names = ", ".join(f"{name} (paused)" if doing.paused else name for name, doing in each.handlers.items())
-        seen = None if each.id is None else f"{each.unseen:.0f} s ago"
-        rows.append((each.id, each.app, each.host, each.pid, each.place, each.version, each.state, seen, names))
     columns = "id, app, host, pid, place, version, state, seen, handlers"
-    return Output(lines, listed(columns, rows, "no workers"))
+    return Output(lines, listed(columns, map(_in_list, lines), "no workers"))
+
+
+def _in_list(of: WorkerLine) -> tuple[object, ...]:
+    names = ", ".join(f"{name} (paused)" if doing.paused else name for name, doing in of.handlers.items())
+    seen = None if of.id is None else f"{of.unseen:.0f} s ago"
+    return of.id, of.app, of.host, of.pid, of.place, of.version, of.state, seen, names
 
 
 @verb("audit", limit)

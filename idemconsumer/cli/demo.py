@@ -41,6 +41,7 @@ _PAUSES: Final = 0.002, 0.25  # seconds; the bounds of what one booking takes
 _KILLS_BETWEEN: Final = 0.05, 0.65  # share of the payments applied; each later kill would cost a wait of its own
 _STALLED_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.05
+_BAR: Final = 30  # characters
 
 # The queue forgets a message when it is settled; this remembers how often it had been delivered by then.
 _COUNT_DELIVERIES: Final = """
@@ -195,7 +196,6 @@ class Demo:
 
     def _watch(self) -> None:
         """Until all workers have left by themselves, because the queue is empty; kill on the way."""
-        progress = ProgressLine(self._messages)
         before, changed, explained = (-1, -1), time.monotonic(), False
         while any(worker.poll() is None for worker in self._crew):
             applied, queued = (
@@ -208,18 +208,17 @@ class Demo:
                 _say(f"No progress for {_STALLED_SECONDS:.0f} s; counting the payments now.")
                 return
             if self._kills[self._killed :] and applied >= self._kills[self._killed]:
-                self._kill_one(progress)
+                self._kill_one()
             if self._killed and queued and not explained and time.monotonic() - changed > 1.0:
                 explained = True
-                progress.clear()
                 _say(f"  messages of killed workers are redelivered {VISIBILITY:.0f} s after they were fetched")
-            progress.show(applied, queued)
+            _show(applied, self._messages, queued)
             self._raise_if_failed()
             time.sleep(_POLL_SECONDS)
-        progress.clear()
+        _clear()
         self._raise_if_failed()
 
-    def _kill_one(self, progress: ProgressLine) -> None:
+    def _kill_one(self) -> None:
         """Kill one that has payments in hand. Just after a start none has any, and then the next look kills."""
         in_hand: dict[str, int] = dict(self._db.execute(_IN_HAND).fetchall())
         ready = [index for index in range(self._workers) if in_hand.get(f"demo-{index}")]
@@ -231,7 +230,6 @@ class Demo:
         if victim.wait() != -signal.SIGKILL:
             return
         self._killed += 1
-        progress.clear()
         _say(
             f"  kill {self._killed} of {len(self._kills)}: worker {index + 1} (pid {victim.pid}) with "
             f"{in_hand[f'demo-{index}']} payments in hand"
@@ -250,26 +248,23 @@ class Demo:
 
 
 # ------------------------------------------------------------------------------------------------- what a person sees
-class ProgressLine:
+def _show(applied: int, total: int, queued: int) -> None:
     """One line that is written over, on a terminal only."""
+    if sys.stderr.isatty():
+        full = _BAR * min(applied, total) // total
+        bar = click.style("█" * full, fg="green") + "░" * (_BAR - full)
+        _clear()
+        click.echo(f"  {bar} {applied:,} of {total:,} applied, {queued:,} in the queue", err=True, nl=False)
 
-    _WIDTH: Final = 30
 
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._terminal = sys.stderr.isatty()
+def _clear() -> None:
+    if sys.stderr.isatty():
+        click.echo("\r\033[K", err=True, nl=False)
 
-    def show(self, applied: int, queued: int) -> None:
-        if not self._terminal:
-            return
-        full = self._WIDTH * min(applied, self._total) // self._total
-        bar = click.style("█" * full, fg="green") + "░" * (self._WIDTH - full)
-        line = f"\r\033[K  {bar} {applied:,} of {self._total:,} applied, {queued:,} in the queue"
-        click.echo(line, err=True, nl=False)
 
-    def clear(self) -> None:
-        if self._terminal:
-            click.echo("\r\033[K", err=True, nl=False)
+def _say(line: str) -> None:
+    _clear()
+    click.echo(line, err=True)
 
 
 def verdict(report: DemoReport) -> str:
@@ -293,7 +288,3 @@ def verdict(report: DemoReport) -> str:
         end = click.style(" FAILED ", bg="red", fg="white", bold=True)
         end += f" {report.lost:,} payments were lost and {report.twice:,} were applied more than once."
     return "\n".join(["", *table, "", end])
-
-
-def _say(line: str) -> None:
-    click.echo(line, err=True)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+
 import click
 from click import argument
 
-from idemconsumer.admin.doctor import Diagnosis, diagnose, pending
-from idemconsumer.cli.verbs import Given, Output, printable, verb
+from idemconsumer.admin.doctor import diagnose, pending
+from idemconsumer.cli.layout import printable
+from idemconsumer.cli.verbs import Given, Output, verb
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.ports.broker import Finding
 from idemconsumer.process.child import Exit
 
-_COLORS = {"note": "cyan", "warning": "yellow", "error": "red"}
+_COLORS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
+
+
+def leveled(found: Iterable[Finding], said: Callable[[str], str] = str) -> Iterator[str]:
+    """A line for each."""
+    for each in found:
+        yield f"{click.style(each.level.ljust(8), fg=_COLORS[each.level])} {said(f'{each.subject}: {each.text}')}"
 
 
 @verb("doctor", argument("target", metavar="[MODULE:APP]", required=False))
@@ -27,15 +37,11 @@ async def doctor(given: Given) -> Output:
     brokers that keep messages longer than their records are kept.
     """
     found = await _all(given)
-    lines = [
-        f"{click.style(each.level.ljust(8), fg=_COLORS[each.level])} {printable(f'{each.subject}: {each.text}')}"
-        for each in found
-    ]
-    wrong = any(each.level != "note" for each in found)
-    return Output(found, lines or "nothing found", code=Exit.ERROR if wrong else Exit.DONE)
+    text = leveled(found, printable) if found else "nothing found"
+    return Output(found, text, code=Exit.ERROR if any(each.level != "note" for each in found) else Exit.DONE)
 
 
-async def _all(given: Given) -> list[Diagnosis]:
+async def _all(given: Given) -> list[Finding]:
     if given.target is None:
         lacking = await pending(*given.database)
         try:
@@ -52,7 +58,7 @@ async def _all(given: Given) -> list[Diagnosis]:
     found = await diagnose(*given.database, app.name, app.sagas)
     said = {each.subject for each in found}
     return found + [
-        Diagnosis(level=each.level, subject=each.subject, text=each.text)
+        each
         async for each in findings(app, settings)
         if each.level != "ok" and not (each.subject.startswith(("sagas of ", "key_secrets")) and each.subject in said)
     ]

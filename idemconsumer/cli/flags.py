@@ -12,7 +12,8 @@ from click import argument, option
 
 Words: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-ID: Final = click.IntRange(1, 2**63 - 1)  # of a row
+_MOST: Final = 2**63 - 1
+ID: Final = click.IntRange(1, _MOST)  # of a row
 
 
 class Finite(click.FloatRange):
@@ -42,6 +43,12 @@ def count(name: str, text: str, default: int, *, least: int = 1, most: int | Non
     return option(name, type=bounds, default=default, metavar="N", help=f"{text}  [default: {default}]")
 
 
+def behind(name: str, least: int) -> Words:
+    """Where a list goes on."""
+    text = "Go on after this one; the last line names it."
+    return option(name, type=click.IntRange(least, _MOST), metavar="ID", help=text)
+
+
 def _who(_context: click.Context, _option: click.Parameter, given: str | None) -> str:
     from idemconsumer.admin.audit import user  # only here: who starts workers needs none of it
 
@@ -63,7 +70,6 @@ deciding = option(
     "--by", metavar="NAME", callback=_who, help="Who decided, for `audit`.  [default: your account and machine]"
 )
 limit = count("--limit", "List at most N.", 50)
-ids = argument("ids", metavar="[ID]…", type=ID, nargs=-1)
 number = argument("number", metavar="ID", type=ID)
 unasked = flag("--yes", help="Do not ask.")
 uncounted = flag("--dry-run", help="Only count; delete nothing.")

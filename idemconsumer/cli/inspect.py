@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, Literal
 
-import click
 from click import argument, option
 
 from idemconsumer import certificates
@@ -18,13 +16,12 @@ from idemconsumer.admin.doctor import examine_secrets
 from idemconsumer.admin.orphans import find_orphans, find_unawaited
 from idemconsumer.app.app import App
 from idemconsumer.brokers.adapters import connect
-from idemconsumer.cli.banner import database_name, retention, sources
-from idemconsumer.cli.target import load_app
+from idemconsumer.cli.doctor_verb import leveled
+from idemconsumer.cli.target import database_name, load_app, retention, sources
 from idemconsumer.cli.verbs import Given, Output, need_dsn, verb
 from idemconsumer.errors import ConfigurationError, Denied, IdemConsumerError
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.handlers.scheduling import check_slots
-from idemconsumer.message.message import Subscription
 from idemconsumer.message.sources import split_source
 from idemconsumer.ports.broker import Broker, Finding
 from idemconsumer.process.child import Exit
@@ -36,8 +33,6 @@ from idemconsumer.stores.server import advice, durability, narrowest
 from idemconsumer.worker.capacity import most_connections, resting_connections
 from idemconsumer.worker.source_findings import SharedSource, source_findings
 from idemconsumer.worker.worker import longest_run, shortest_lease
-
-_COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 @verb(
@@ -62,52 +57,45 @@ def check(given: Given) -> Output:
         return [finding async for finding in findings(app, settings)]
 
     found = asyncio.run(collect())
-    lines = (
-        f"{click.style(each.level.ljust(8), fg=_COLORS[each.level])} {each.subject}: {each.text}" for each in found
-    )
     wrong = any(each.level == "error" for each in found)
-    return Output(found, lines, code=Exit.ERROR if wrong else Exit.DONE)
+    return Output(found, leveled(found), code=Exit.ERROR if wrong else Exit.DONE)
 
 
-@dataclass(frozen=True, slots=True)
 class Checked:
     """What is looked at."""
 
-    app: App
-    handlers: Sequence[BoundHandler]
-    settings: Settings
+    def __init__(self, app: App, settings: Settings) -> None:
+        self.app = app
+        self.handlers: Sequence[BoundHandler] = app.bound_handlers(settings)
+        self.settings = settings
+        self.brokers: dict[str, Broker] = {}
 
     @property
     def database(self) -> tuple[str, str]:
         return need_dsn(self.settings), self.settings.schema
 
+    def broker(self, scheme: str) -> Broker:
+        """Kept, so that it is to be closed."""
+        if scheme not in self.brokers:
+            self.brokers[scheme] = connect(scheme, self.settings)
+        return self.brokers[scheme]
+
 
 async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
     """All findings, in the order in which to repair them."""
-    of = Checked(app, app.bound_handlers(settings), settings)
+    of = Checked(app, settings)
     for finding in (*_handlers(of), *_schedules(of), *_leases(of)):
         yield finding
     for look in _LOOKS:
         with suppress(IdemConsumerError):  # said of the database already
             async for finding in look(of):
                 yield finding
-    brokers: dict[str, Broker] = {}
     try:
-        for handler in of.handlers:
-            for subscription in handler.subscriptions:
-                for finding in await _source(handler, subscription, brokers, settings):
-                    yield finding
-        letters = [handler.options.dead_letter_to for handler in of.handlers]
-        for destination in dict.fromkeys((*app.publishes, *filter(None, letters))):
-            yield await _destination(destination, brokers, settings)
-        for scheme, broker in brokers.items():
-            together = [each for handler in of.handlers for each in handler.subscriptions if each.scheme == scheme]
-            for finding in await broker.check_together(together) if isinstance(broker, SharedSource) else ():
+        for look in (_sources, _destinations, _together, _connections):
+            async for finding in look(of):
                 yield finding
-        for finding in await _connections(of):
-            yield finding
     finally:
-        for broker in brokers.values():
+        for broker in of.brokers.values():
             await broker.close()
 
 
@@ -256,7 +244,37 @@ async def _signals(of: Checked) -> AsyncIterator[Finding]:
 _LOOKS: Final = (_database, _secrets, _redis, _certificates, _retries, _unforwarded, _orphans, _signals)
 
 
-async def _connections(of: Checked) -> list[Finding]:
+async def _sources(of: Checked) -> AsyncIterator[Finding]:
+    for handler in of.handlers:
+        for subscription in handler.subscriptions:
+            try:
+                for finding in await source_findings(handler, subscription, of.broker(subscription.scheme)):
+                    yield finding
+            except IdemConsumerError as error:
+                yield Finding("error", subscription.source, error_text(error))
+
+
+async def _destinations(of: Checked) -> AsyncIterator[Finding]:
+    """Whether they exist. Whether one takes what is published, only publishing can tell."""
+    letters = [handler.options.dead_letter_to for handler in of.handlers]
+    for destination in dict.fromkeys((*of.app.publishes, *filter(None, letters))):
+        scheme, name = split_source(destination)
+        try:
+            await of.broker(scheme).check_destination(name)
+        except IdemConsumerError as error:
+            yield Finding("error", destination, f"cannot be published to: {error_text(error)}")
+        else:
+            yield Finding("ok", destination, "can be published to")
+
+
+async def _together(of: Checked) -> AsyncIterator[Finding]:
+    for scheme, broker in of.brokers.items():
+        together = [each for handler in of.handlers for each in handler.subscriptions if each.scheme == scheme]
+        for finding in await broker.check_together(together) if isinstance(broker, SharedSource) else ():
+            yield finding
+
+
+async def _connections(of: Checked) -> AsyncIterator[Finding]:
     """R45. Of web processes nobody knows here how many there are."""
     subject, most = f"database {database_name(of.settings.dsn)}", most_connections(of.handlers, of.settings)
     kind, processes, who = "worker", of.settings.workers, f"{of.settings.workers} workers"
@@ -266,41 +284,16 @@ async def _connections(of: Checked) -> list[Finding]:
         f"each {kind} process opens at most {most} connections, and a few more for a moment; with nothing to do it "
         f"holds {resting_connections(of.handlers)}"
     )
-    try:
+    limit = None
+    with suppress(IdemConsumerError):  # said of the database already
         limit = await narrowest(need_dsn(of.settings))
-    except IdemConsumerError:
-        return [Finding("ok", subject, text)]  # said of the database already
-    if limit.most is None:
-        return [Finding("ok", subject, f"{text}; {limit.what} cannot be seen, and should be as much for each process")]
-    if (needed := most * processes) <= limit.most:
-        return [Finding("ok", subject, f"{text}; there is room for {limit.most // most} ({limit.what}: {limit.most})")]
-    few = (
-        f"{who} may need {needed} connections, and there are {limit.most} ({limit.what}); raise "
-        f"that, or lower {'`workers` or ' if of.handlers else ''}`concurrency`"
-    )
-    return [Finding("ok", subject, text), Finding("warning", subject, few)]
-
-
-async def _source(
-    handler: BoundHandler, subscription: Subscription, brokers: dict[str, Broker], settings: Settings
-) -> Sequence[Finding]:
-    try:
-        return await source_findings(handler, subscription, _broker(subscription.scheme, brokers, settings))
-    except IdemConsumerError as error:
-        return [Finding("error", subscription.source, error_text(error))]
-
-
-async def _destination(destination: str, brokers: dict[str, Broker], settings: Settings) -> Finding:
-    """Whether it exists. Whether it takes what is published, only publishing can tell."""
-    scheme, name = split_source(destination)
-    try:
-        await _broker(scheme, brokers, settings).check_destination(name)
-    except IdemConsumerError as error:
-        return Finding("error", destination, f"cannot be published to: {error_text(error)}")
-    return Finding("ok", destination, "can be published to")
-
-
-def _broker(scheme: str, brokers: dict[str, Broker], settings: Settings) -> Broker:
-    if scheme not in brokers:
-        brokers[scheme] = connect(scheme, settings)
-    return brokers[scheme]
+    if limit is None:
+        yield Finding("ok", subject, text)
+    elif limit.most is None:
+        yield Finding("ok", subject, f"{text}; {limit.what} cannot be seen, and should be as much for each process")
+    elif (needed := most * processes) <= limit.most:
+        yield Finding("ok", subject, f"{text}; there is room for {limit.most // most} ({limit.what}: {limit.most})")
+    else:
+        yield Finding("ok", subject, text)
+        few = f"{who} may need {needed} connections, and there are {limit.most} ({limit.what}); raise that, or lower "
+        yield Finding("warning", subject, f"{few}{'`workers` or ' if of.handlers else ''}`concurrency`")

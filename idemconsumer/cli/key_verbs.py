@@ -12,7 +12,8 @@ from idemconsumer.admin.stored_keys import KeyDetail, Keys
 from idemconsumer.cli.choices import listing, need_key
 from idemconsumer.cli.flags import as_json, database, deciding, flag, key, limit, together, unasked
 from idemconsumer.cli.in_redis import explained, is_in_redis, refuse_to_forget
-from idemconsumer.cli.verbs import SHORT, Given, Output, Verbs, facts, listed, time_of, verb
+from idemconsumer.cli.layout import facts, listed, short, time_of
+from idemconsumer.cli.verbs import Given, Output, Verbs, verb
 from idemconsumer.errors import NothingFound
 from idemconsumer.rules.values import State
 from idemconsumer.settings import load
@@ -26,9 +27,11 @@ _which = together(
 )
 
 
-async def _find(known: Keys, given: Given, *, unknown: bool = False) -> bytes:
+async def _found(given: Given, *, unknown: bool = False) -> tuple[Keys, bytes]:
+    """The stored key that is meant, and what knows of it."""
+    known = Keys(*given.database)
     need_key(given, "keys list")
-    return await known.find(
+    return known, await known.find(
         prefix=given.prefix,
         handler=given.handler or "",
         key=given.key or "",
@@ -53,8 +56,8 @@ async def _forget_copy(known: Keys, key: bytes) -> None:
 
 
 async def _explained(given: Given) -> KeyDetail:
-    known = Keys(*given.database)
-    return await explained(await known.explain(await _find(known, given)))
+    known, found = await _found(given)
+    return await explained(await known.explain(found))
 
 
 @verb("explain", ends=_which)
@@ -67,7 +70,7 @@ async def explain(given: Given) -> Output:
     lines = [*facts(_facts(detail))]
     if detail.timeline:
         events = ((each.at, each.what, each.owner, each.attempt, each.detail or None) for each in detail.timeline)
-        lines += ["", *listed("at, what, who, attempt, detail", events, "")]
+        lines += ["", *listed("at, what, who, attempt, detail", events)]
     return Output(detail, [*lines, f"\nif it came again now: {detail.next}"])
 
 
@@ -81,10 +84,9 @@ async def keys_show(given: Given) -> Output:
     return Output(detail, facts(_facts(detail)))
 
 
-def _facts(detail: KeyDetail) -> Iterator[tuple[str, str]]:
+def _facts(detail: KeyDetail) -> Iterator[tuple[str, object]]:
     yield "key", detail.key
-    if detail.scope is not None:
-        yield "scope", detail.scope
+    yield "scope", detail.scope
     since = "" if detail.changed_at is None else f" since {time_of(detail.changed_at)}"
     yield "state", f"{detail.state or 'no record'}{since}{' in Redis' if detail.store == 'redis' else ''}"
     if (request := detail.request) is not None:
@@ -93,14 +95,10 @@ def _facts(detail: KeyDetail) -> Iterator[tuple[str, str]]:
     if detail.created_at is not None:
         awaited = "" if detail.awaited is None else f", waits for its message from {detail.awaited}"
         yield "accepted", f"{time_of(detail.created_at)}{awaited}"
-    if detail.until is not None:
-        yield "kept until", time_of(detail.until)
-    if detail.due is not None:
-        yield "due", time_of(detail.due)
-    if detail.result is not None:
-        yield "result", detail.result
-    if detail.attempts is not None:
-        yield "attempts", f"{detail.attempts.count}, {detail.attempts.error or 'no error'}"
+    yield "kept until", detail.until and time_of(detail.until)
+    yield "due", detail.due and time_of(detail.due)
+    yield "result", detail.result
+    yield "attempts", detail.attempts and f"{detail.attempts.count}, {detail.attempts.error or 'no error'}"
     for letter in detail.letters:
         closed = "" if letter.redriven_at is None else ", redriven or released"
         yield "letter", f"{letter.id} {letter.reason}, {letter.arrivals} arrivals{closed}"
@@ -123,7 +121,7 @@ async def keys_list(given: Given) -> Output:
         after=given.after,
         limit=given.limit,
     )
-    rows = ((line.key[:SHORT], line.scope, line.state, line.changed_at) for line in lines)
+    rows = ((short(line.key), line.scope, line.state, line.changed_at) for line in lines)
     return await listing(given, lines, "key, scope, state, since", rows, "no keys", more="--after {0.key}")
 
 
@@ -140,12 +138,10 @@ def keys_forget(given: Given) -> Output:
     Its record stays, as a hash and a state, so its message still does not run again. Dead letters of messages without a
     key cannot be found by one: use `dead list` and `dead discard`.
     """
-    known = Keys(*given.database)
-    found = asyncio.run(_find(known, given, unknown=True))
-    short = found.hex()[:SHORT]
+    known, found = asyncio.run(_found(given, unknown=True))
     if not given.yes:
         what = "and its record, so that its message would run again" if given.record else "but its record"
-        click.confirm(f"forget all of {short}, {what}?", abort=True, err=True)
+        click.confirm(f"forget all of {short(found)}, {what}?", abort=True, err=True)
     click.echo(f"forgetting {found.hex()}; after an interruption, repeat this with all of these digits", err=True)
 
     async def forget() -> int:
@@ -161,7 +157,7 @@ def keys_forget(given: Given) -> Output:
     what = "it would run if it came again" if given.record else "its record stays, so it does not run again"
     return Output(
         {"key": found.hex(), "letters": letters, "record": given.record},
-        f"forgotten: {short}, with {letters} dead letters; {what}",
+        f"forgotten: {short(found)}, with {letters} dead letters; {what}",
     )
 
 
@@ -172,9 +168,8 @@ async def keys_release(given: Given) -> Output:
     The same works for an accepted key whose message was lost on its way from its broker. Runs nothing by itself:
     `dead redrive` runs a stored message. A completed key is never released.
     """
-    known = Keys(*given.database)
-    found = await _find(known, given)
+    known, found = await _found(given)
     await known.release(found, by=given.by)
     await _forget_copy(known, found)
-    said = f"released: {found.hex()[:SHORT]}; its message runs when it comes again"
+    said = f"released: {short(found)}; its message runs when it comes again"
     return Output({"key": found.hex(), "released": True}, said)

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import click
 
-from idemconsumer.cli.failures import in_one_line
-from idemconsumer.cli.rights import remedy
+from idemconsumer.cli.failures import in_one_line, remedy
 from idemconsumer.errors import Denied
 from idemconsumer.process.child import MEANINGS
 
@@ -28,8 +27,8 @@ VERBS: Final[Mapping[str, str]] = {
     "explain": "key_verbs",
     "requests": "request_verbs",
     "outbox": "outbox_verbs",
-    "skip": "skip",
-    "kafka": "skip",
+    "skip": "message_verbs",
+    "kafka": "message_verbs",
     "sagas": "saga_verbs",
     "status": "status_verb",
     "top": "top",

@@ -11,8 +11,10 @@ import click
 from click import argument, option
 
 from idemconsumer.admin.audit import user
+from idemconsumer.admin.dead_letters import only
 from idemconsumer.cli.flags import as_json, database, deciding, limit, together
-from idemconsumer.cli.verbs import SHORT, Given, Output, Verbs, listed, printable
+from idemconsumer.cli.layout import listed, printable, short
+from idemconsumer.cli.verbs import Given, Output, Verbs
 from idemconsumer.errors import ConfigurationError, Denied
 from idemconsumer.http.exchanged import Response
 from idemconsumer.http.lost import LostRequests
@@ -48,7 +50,7 @@ async def requests_list(given: Given) -> Output:
     async with _opened(given, reads=True) as store:
         found = await LostRequests(store, app=given.app, by=user()).all()
     shown = found[: given.limit]
-    rows = ((each.key[:SHORT], each.app, each.tenant, each.route, each.since) for each in shown)
+    rows = ((short(each.key), each.app, each.tenant, each.route, each.since) for each in shown)
     more = len(found) - given.limit
     notes = [f"{more} more: --limit {len(found)}"] if more > 0 else []
     return Output(shown, listed("key, app, tenant, route, since", rows, "no lost requests"), notes)
@@ -93,23 +95,20 @@ async def _decide(given: Given, act: Decide, what: str, so: str) -> Output:
         request = _one(await lost.all(), given.key)
         if not await act(lost, request):
             raise ConfigurationError(
-                f"key {request.key[:SHORT]} is not {what}: it was sent again meanwhile; check again with "
+                f"key {short(request.key)} is not {what}: it was sent again meanwhile; check again with "
                 "`idemconsumer requests list`"
             )
-    said = f"{what}: {request.key[:SHORT]}, {printable(request.route)}; {so}"
+    said = f"{what}: {short(request.key)}, {printable(request.route)}; {so}"
     return Output({"key": request.key, what: True}, said)
 
 
 def _one(lost: list[LostRequest], digits: str) -> LostRequest:
-    found = [each for each in lost if each.key.startswith(digits.lower())]
+    found = {bytes.fromhex(each.key): each for each in lost if each.key.startswith(digits.lower())}
     if not found:
         raise ConfigurationError(
             f"no lost request has a key that begins with {digits!r}; `idemconsumer requests list` shows them"
         )
-    if len(found) > 1:
-        several = ", ".join(each.key[:16] for each in found[:5])
-        raise ConfigurationError(f"{digits!r} matches several keys: {several}…; write more digits")
-    return found[0]
+    return found[only([*found][:5], f"{digits!r}")]
 
 
 def _header(given: str) -> tuple[str, str]:

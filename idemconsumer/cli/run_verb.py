@@ -174,8 +174,7 @@ def _serve(target: str, settings: Settings) -> Exit:
     # Only here: these are most of the program, and the launcher would import them before it starts a worker.
     gc.disable()  # what is imported stays: each collection meanwhile is in vain
     try:
-        from idemconsumer.cli.banner import announce
-        from idemconsumer.cli.target import load_app
+        from idemconsumer.cli.target import announce, load_app
 
         app = load_app(target)
     except ImportError as error:

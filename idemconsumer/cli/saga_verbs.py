@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import click
@@ -13,18 +15,20 @@ from idemconsumer.admin.hints import hint
 from idemconsumer.admin.histories import histories
 from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.admin.saga_views import SagaDetail
+from idemconsumer.admin.sender import Row
+from idemconsumer.admin.timeline import Event
 from idemconsumer.cli.choices import listing, need_key, seconds
 from idemconsumer.cli.flags import ID, as_json, count, database, deciding, flag, key, limit, together
-from idemconsumer.cli.saga_lines import EVENTS, LINES, STEPS, in_list, of_event, of_step
-from idemconsumer.cli.saga_lines import facts as facts_of
-from idemconsumer.cli.verbs import SHORT, Given, Output, Verbs, facts, listed, need_dsn, print_json, printable
+from idemconsumer.cli.layout import facts as as_lines
+from idemconsumer.cli.layout import listed, printable, short, time_of
+from idemconsumer.cli.verbs import Given, Output, Verbs, need_dsn, print_json
 from idemconsumer.ports.arguments import Done, NotDone
 from idemconsumer.process.child import Exit
 from idemconsumer.rules.values import Signalled
 
 _which = together(as_json, database, key)
 _handler = option("--handler", help="Only sagas of this handler.")
-_state = option("--state", type=click.Choice(["processing", "undoing", "dead"]), help="Only sagas in this state.")
+_in_state = option("--state", type=click.Choice(["processing", "undoing", "dead"]), help="Only sagas in this state.")
 
 
 def _given(text: str, option: str, example: str) -> Any:
@@ -34,40 +38,42 @@ def _given(text: str, option: str, example: str) -> Any:
         raise click.UsageError(f"{option} is not JSON ({error}); write e.g. {option} {example}") from None
 
 
-async def _find(admin: SagaAdmin, given: Given) -> bytes:
+async def _found(given: Given) -> tuple[SagaAdmin, bytes]:
+    """The stored key of the saga that is meant, and what decides about it."""
+    admin = SagaAdmin(*given.database)
     need_key(given, "sagas list")
-    return await admin.find(prefix=given.prefix, handler=given.handler, key=given.key)
+    return admin, await admin.find(prefix=given.prefix, handler=given.handler, key=given.key)
 
 
 sagas = Verbs("sagas", help="Sagas: multi-step work that is running or waiting for a person.")
 
 
-@sagas.verb("list", _state, flag("--stale", help="Only sagas that lost their worker."), _handler, limit)
+@sagas.verb("list", _in_state, flag("--stale", help="Only sagas that lost their worker."), _handler, limit)
 async def saga_list(given: Given) -> Output:
     """List sagas that have not ended, newest first."""
     admin = SagaAdmin(*given.database)
     lines = await admin.sagas(handler=given.handler, state=given.state, stale=given.stale, limit=given.limit)
-    return await listing(given, lines, LINES, map(in_list, lines), "no sagas")
+    columns = "key, begun, handler, state, at, owner, attempt, error"
+    return await listing(given, lines, columns, map(_in_list, lines), "no sagas")
 
 
 @sagas.verb("show", ends=_which)
 async def saga_show(given: Given) -> Output:
     """Show one saga: its state, its history and its steps."""
-    admin = SagaAdmin(*given.database)
-    detail = await admin.saga(await _find(admin, given))
+    admin, found = await _found(given)
+    detail = await admin.saga(found)
     hinted = None if detail.running is None or detail.running.parked is None else hint(detail.running.parked)
-    text = (
-        *facts(facts_of(detail)),
-        *("", *listed(EVENTS, map(of_event, detail.timeline), "")),
-        *("", *listed(STEPS, map(of_step, detail.steps), "no step is recorded")),
-    )
+    events = listed("at, what, owner, token, attempt, took, detail", map(_in_history, detail.timeline))
+    columns = "step, kind, state, attempts, token, started, ended, took, key"
+    steps = listed(columns, map(_among_steps, detail.steps), "no step is recorded")
+    text = (*as_lines(facts(detail)), "", *events, "", *steps)
     return Output(msgspec.to_builtins(detail) | {"open_intents": detail.open_intents, "hint": hinted}, text)
 
 
 @sagas.verb(
     "export",
     _handler,
-    _state,
+    _in_state,
     option("--since", metavar="DURATION", help="Only sagas that began in the last 2h, 7d, …"),
     count("--limit", "At most N.", 1000),
     ends=database,
@@ -93,8 +99,7 @@ async def saga_export(given: Given) -> None:
 )
 async def saga_resume(given: Given) -> Output:
     """Resume a waiting saga now, on any worker, with its full number of attempts."""
-    admin = SagaAdmin(*given.database)
-    found = await _find(admin, given)
+    admin, found = await _found(given)
     await admin.resume(found, by=given.by, accept_version=given.accept_version)
     return _answer(await admin.saga(found), "resumed")
 
@@ -107,10 +112,11 @@ async def saga_resume(given: Given) -> Output:
 )
 def saga_abandon(given: Given) -> Output:
     """End a waiting saga: it becomes failed, with the rejection `abandoned`."""
-    admin, undo = SagaAdmin(*given.database), given.undo
+    undo = given.undo
 
     async def read() -> SagaDetail:
-        return await admin.saga(await _find(admin, given))
+        admin, found = await _found(given)
+        return await admin.saga(found)
 
     detail = asyncio.run(read())
     for step in detail.open_intents:
@@ -120,7 +126,7 @@ def saga_abandon(given: Given) -> Output:
         undo = click.confirm(f"undo its finished steps ({', '.join(done) or 'none has an undo'})?", err=True)
 
     async def abandon() -> SagaDetail:
-        found = bytes.fromhex(detail.key)
+        admin, found = SagaAdmin(*given.database), bytes.fromhex(detail.key)
         await admin.abandon(found, undo=undo, by=given.by)
         return await admin.saga(found)
 
@@ -158,17 +164,16 @@ async def saga_cancel(given: Given) -> Output:
 
     Its worker notices within about a second. Exit code 1: it was too late.
     """
-    admin = SagaAdmin(*given.database)
-    found = await _find(admin, given)
+    admin, found = await _found(given)
     answer = await admin.cancel(found, undo=given.undo, by=given.by)
     state = "unknown" if answer.state is None else answer.state.name.lower()
-    short, undone = found.hex()[:SHORT], answer.undo if answer.accepted else None
+    undone = answer.undo if answer.accepted else None
     as_json = {"key": found.hex(), "accepted": answer.accepted, "state": state, "undo": undone}
     if not answer.accepted:
-        said = f"{short} is not cancelled: it is {state} already"
+        said = f"{short(found)} is not cancelled: it is {state} already"
         return Output(as_json, warnings=[said], code=Exit.ERROR)
     how = "its finished steps are undone first" if answer.undo else "its effects stand"
-    return Output(as_json, f"cancelled: {short}, which was {state}; {how}")
+    return Output(as_json, f"cancelled: {short(found)}, which was {state}; {how}")
 
 
 @sagas.verb(
@@ -184,14 +189,13 @@ async def saga_signal(given: Given) -> Output:
     Exit code 1: the saga has ended, or is being undone, and nothing is sent.
     """
     payload = None if given.payload is None else _given(given.payload, "--payload", '\'{"by": "Ann"}\'')
-    admin = SagaAdmin(*given.database)
-    found = await _find(admin, given)
+    admin, found = await _found(given)
     answer = await admin.signal(found, given.name, payload, by=given.by)
-    as_json, short = {"key": found.hex(), "signal": given.name, "answer": str(answer)}, found.hex()[:SHORT]
+    as_json = {"key": found.hex(), "signal": given.name, "answer": str(answer)}
     if answer is Signalled.ENDED:
-        said = f"{short} has ended, or is being undone: nothing is sent"
+        said = f"{short(found)} has ended, or is being undone: nothing is sent"
         return Output(as_json, warnings=[said], code=Exit.ERROR)
-    return Output(as_json, f"sent: {printable(given.name)} to {short}")
+    return Output(as_json, f"sent: {printable(given.name)} to {short(found)}")
 
 
 @sagas.verb("move", argument("source", metavar="APP/HANDLER"), argument("to", metavar="APP/HANDLER"), deciding)
@@ -221,5 +225,80 @@ def _app_and_handler(text: str) -> tuple[str, str]:
 
 
 def _answer(detail: SagaDetail, what: str) -> Output:
-    said = f"{what}: {detail.key[:SHORT]} is {detail.state}"
+    said = f"{what}: {short(detail.key)} is {detail.state}"
     return Output({"key": detail.key, "state": detail.state}, said)
+
+
+# ------------------------------------------------------------------------------------------------------------ one saga
+def facts(detail: SagaDetail) -> Iterator[tuple[str, Any]]:
+    """What is known of a saga, beside its history and its steps."""
+    yield "key", detail.key
+    yield "scope", detail.scope
+    yield "begun by", detail.parent and f"saga {short(detail.parent)}"
+    if (line := detail.running) is None:
+        yield "state", f"{detail.state} since {_time(detail.changed_at)}"
+        yield "result", detail.result
+        return
+    for each in detail.signals:
+        awaited = "waited for" if each.awaited else "no wait has asked for it"
+        yield "signal", f"{each.name}: {each.signals} since {_time(each.first_at)}, {awaited}"
+    yield "state", _state(line)
+    yield "message", f"{line.source} {line.position}" + (f", id {line.message_id}" if line.message_id else "")
+    yield "begun", _time(line.started_at) + (f", version {line.version}" if line.version else "")
+    yield "owner", f"{_owner(line)}, token {line.token}, attempt {line.attempt}"
+    if line.owner is None and line.parked is None:
+        yield "due", _time(line.due)
+    if line.waits:
+        yield "waits for", ", ".join(line.waits)
+    yield "at", line.recovery_point or "no finished step"
+    yield "error", line.error
+    if line.cancel is not None and line.state != "undoing":
+        yield "cancel", "requested, " + ("to be undone" if line.cancel else "its effects stand")
+    if detail.open_intents:
+        yield "unknown", f"whether {', '.join(detail.open_intents)} was done"
+    yield "what to do", line.parked and hint(line.parked)
+
+
+def _in_list(line: Row) -> tuple[object, ...]:
+    state, error = _state(line) + _waits(line), (line.error or "")[:60]
+    at = line.recovery_point or None
+    return short(line.key), line.started_at, line.handler, state, at, _owner(line), line.attempt, error
+
+
+def _in_history(event: Event) -> tuple[object, ...]:
+    at, took = _time(event.at), _took(event.seconds)
+    return at, event.what, event.owner or None, event.token, event.attempt, took, event.detail or None
+
+
+def _among_steps(step: Row) -> tuple[object, ...]:
+    state = step.state + (", overlapped" if step.overlapped else "") + (", has undo" if step.has_undo else "")
+    ended = None if step.finished_at is None else _time(step.finished_at)
+    if step.state == "waiting" and step.until is not None:
+        ended = f"by {_time(step.until)}"
+    key = (step.undo_key if step.state.startswith("und") else step.key) or None
+    began, took = _time(step.started_at), _took(step.seconds)
+    return step.name, step.kind, state, step.attempts, step.token, began, ended, took, key
+
+
+def _time(at: datetime) -> str:
+    return f"{time_of(at)}.{at.microsecond // 1000:03}"
+
+
+def _took(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{seconds * 1000:.0f} ms"
+
+
+def _state(line: Row) -> str:
+    return f"{line.state} ({line.parked})" if line.parked else line.state
+
+
+def _waits(line: Row) -> str:
+    if not line.waits or line.owner is not None or line.parked is not None:
+        return ""
+    return f", {' and '.join(line.waits)} until {time_of(line.due)}"
+
+
+def _owner(line: Row) -> str:
+    if line.owner is None:
+        return "a lost worker" if line.stale else "none"
+    return f"{line.owner} (lost)" if line.stale else line.owner

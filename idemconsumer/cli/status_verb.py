@@ -9,23 +9,16 @@ from typing import Any, Final, TypeAlias
 from click import argument
 
 from idemconsumer.admin.control import WorkerLine
-from idemconsumer.admin.status import (
-    HandlerLine,
-    Letters,
-    OutboxLine,
-    QueueLine,
-    RequestLine,
-    SagaStates,
-    Status,
-    in_words,
-)
+from idemconsumer.admin.sender import Row
+from idemconsumer.admin.status import HandlerLine, Status, in_words
 from idemconsumer.admin.status import status as read_status
-from idemconsumer.cli.verbs import Given, Output, cell, table, verb
+from idemconsumer.cli.layout import cell, table
+from idemconsumer.cli.verbs import Given, Output, verb
 from idemconsumer.rules.held_up import WORKS
 
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
-Row: TypeAlias = tuple[object, ...]
+Cells: TypeAlias = tuple[object, ...]
 Titled: TypeAlias = tuple[str, list[tuple[str, ...]]]
 
 
@@ -57,7 +50,7 @@ def tables(status: Status) -> list[Titled]:
     ]
 
 
-def titled(title: str, columns: str, rows: Iterable[Row]) -> Titled:
+def titled(title: str, columns: str, rows: Iterable[Cells]) -> Titled:
     """One of them, of values."""
     return title, [tuple(columns.split(", ")), *(tuple(map(cell, row)) for row in rows)]
 
@@ -81,39 +74,39 @@ def state_of(line: HandlerLine, at: datetime) -> str:
     return "; ".join(in_words(each, line, at) for each in line.conditions) or WORKS
 
 
-def _handler(each: HandlerLine, status: Status) -> Row:
+def _handler(each: HandlerLine, status: Status) -> Cells:
     name, sources = f"{each.app}/{each.handler}", ", ".join(each.sources) or None
     return name, sources, each.workers, each.lanes, each.running, state_of(each, status.at)
 
 
-def _queue(each: QueueLine, status: Status) -> Row:
+def _queue(each: Row, status: Status) -> Cells:
     waiting, in_hand, delayed = _counts(status, each.more, each.waiting, each.in_hand, each.delayed)
     oldest, overdue = ago(each.oldest) if each.waiting else None, ago(each.overdue) if each.overdue else None
     return each.name, each.kind, each.handler or "no worker", waiting, oldest, in_hand, delayed, overdue
 
 
-def _saga(each: SagaStates, status: Status) -> Row:
+def _saga(each: Row, status: Status) -> Cells:
     running, waiting, due = _counts(status, each.more, each.running, each.waiting, each.due)
     undoing, review = _counts(status, each.more, each.undoing, each.review)
     oldest = None if each.oldest is None else f"{each.oldest:%Y-%m-%d %H:%M}"
     return f"{each.app}/{each.handler}", running, waiting, due, ago(each.overdue), undoing, review, oldest
 
 
-def _letter(each: Letters, status: Status) -> Row:
+def _letter(each: Row, status: Status) -> Cells:
     return each.reason, *_counts(status, each.more, each.letters), each.newest
 
 
-def _request(each: RequestLine, status: Status) -> Row:
+def _request(each: Row, status: Status) -> Cells:
     return f"{each.app}: {each.route}", *_counts(status, each.more, each.running, each.lost), each.oldest
 
 
-def _outgoing(each: OutboxLine, status: Status) -> Row:
+def _outgoing(each: Row, status: Status) -> Cells:
     waiting, later, parked = _counts(status, each.more, each.waiting, each.later, each.parked)
     relayed, error = "yes" if each.relayed else "by no worker", (each.error or "-")[:60]
     return each.destination, waiting, ago(each.oldest), later, parked, relayed, error
 
 
-def _worker(each: WorkerLine, _: Status) -> Row:
+def _worker(each: WorkerLine, _: Status) -> Cells:
     seen = None if each.id is None else f"{ago(each.unseen)} ago"
     return each.id, each.app, each.host, each.pid, each.version, each.state, seen
 
@@ -122,7 +115,7 @@ def _counts(status: Status, more: bool, *counts: int) -> Iterator[str]:
     return (counted(count, status.most, more) for count in counts)
 
 
-_TABLES: Final[tuple[tuple[str, str, str, Callable[[Any, Status], Row]], ...]] = (
+_TABLES: Final[tuple[tuple[str, str, str, Callable[[Any, Status], Cells]], ...]] = (
     ("handlers", "handlers", "handler, sources, workers, lanes, busy, state", _handler),
     (
         "queues",

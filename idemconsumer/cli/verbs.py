@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from inspect import iscoroutine
 from types import SimpleNamespace
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import click
 import msgspec
@@ -23,9 +22,6 @@ from idemconsumer.cli.flags import Words, as_json, database, together
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings, load
-
-_WIDEST = 100  # characters of a cell
-SHORT: Final = 12  # digits of a stored key that a person reads
 
 
 class Given(SimpleNamespace):
@@ -113,42 +109,3 @@ def need_dsn(settings: Settings) -> str:
             "no database is given; set IDEMCONSUMER_DSN, or write --dsn postgresql://user@host:5432/name"
         )
     return settings.dsn
-
-
-# ---------------------------------------------------------------------------------------------------- values as text
-def listed(columns: str, rows: Iterable[Iterable[object]], none: str) -> Iterator[str]:
-    """A table with these columns, named between commas; or that there is none. Made when it is printed."""
-    lines = [tuple(map(cell, row)) for row in rows]
-    yield table([columns.split(", "), *lines]) if lines else none
-
-
-def cell(value: object) -> str:
-    """Of a table, or one fact."""
-    return "-" if value is None else time_of(value) if isinstance(value, datetime) else printable(str(value))
-
-
-def facts(found: Iterable[tuple[str, object]]) -> Iterator[str]:
-    """A line for each, by name."""
-    for name, value in found:
-        yield f"{name:<11} {printable(str(value))}"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns, the first one in capitals. What would make one of them wide is cut, but for the last column;
-    `--json` has all of it."""
-    rows = [
-        [*(text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…" for text in row[:-1]), row[-1]] for row in rows
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [[text.upper() for text in rows[0]], *rows[1:]]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def time_of(at: datetime) -> str:
-    """To the second."""
-    return f"{at:%Y-%m-%d %H:%M:%S}"
-
-
-def printable(text: str) -> str:
-    """Text from elsewhere that cannot steer a terminal: what is not printable is escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)

@@ -197,9 +197,9 @@ class Lag:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of `idemconsumer check`."""
+    """One line of `idemconsumer check`, or of `doctor`, with what to do. A `note` is nothing that has to be mended."""
 
-    level: Literal["ok", "warning", "error"]
+    level: Literal["ok", "note", "warning", "error"]
     subject: str
     text: str
 

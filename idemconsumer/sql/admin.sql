@@ -30,19 +30,20 @@ where (%(before)s::bigint is null or d.id < %(before)s) and {chosen}
 order by d.id desc limit %(limit)s
 
 -- name: dead_groups
--- By cause: what an error's text begins and ends with, where it is that of an exception (`describe` in engine/blame.py).
+-- By cause, and by scope if that is asked for. `exception` and `place` are the exception's type and the line that raised it,
+-- null for what no exception has caused; `newest` is the id of the newest letter. They are what an error's text begins and ends with, where it is that of an exception (`describe` in engine/blame.py).
 -- As `error_type` and `error_place` say it, which take four times as long for a million letters: they are not inlined.
-select d.handler, d.reason, e.place, case when e.place is not null then
-        split_part(split_part(split_part(split_part(d.error, E'\n', 1), ':', 1), ' ', 1), '(', 1) end as exception,
-    case when %(by_tenant)s then d.scope end as scope, count(*) as letters, sum(d.arrivals)::bigint as arrivals, min(d.first_at) as first_at, max(d.last_at) as last_at,
-    max(d.id) as newest
+select d.handler, d.reason, case when e.place is not null then
+        split_part(split_part(split_part(split_part(d.error, E'\n', 1), ':', 1), ' ', 1), '(', 1) end as exception, e.place,
+    count(*) as letters, sum(d.arrivals)::bigint as arrivals, min(d.first_at) as first_at, max(d.last_at) as last_at,
+    max(d.id) as newest, case when %(by_tenant)s then d.scope end as scope
 from {schema}.dead_letter as d
 cross join lateral (
     select case when right(d.error, 1) = ')' then left(right(d.error, strpos(reverse(d.error), '(') - 1), -1) end
 ) as t (tail)
 cross join lateral (select case when t.tail ~ '^\S+:\d+ ' then t.tail end) as e (place)
 where {chosen}
-group by 1, 2, 3, 4, 5
+group by 1, 2, 3, 4, 10
 order by letters desc, d.handler, d.reason, exception, place, scope
 
 -- name: dead_last
@@ -89,7 +90,8 @@ coalesce(t.outcome, case when t.key is null and not exists (select from {schema}
     then 'settled' else 'waiting' end)
 
 -- name: redrive_runs
--- The newest first, with how many letters came to what; of a key that was released there is no run.
+-- The newest first: how many letters each has redriven, and how many of them came to which outcome (as in `dead_redrives`, or
+-- `cancelled`). One that is `cancelled` redrives no more; of a key that was released there is no run.
 select r.run, min(r.by) as by, min(r.at) as began_at, sum(r.letters)::bigint as letters, bool_or(r.cancelled) as cancelled,
     coalesce(jsonb_object_agg(r.outcome, r.letters) filter (where r.letters > 0), '{{}}') as outcomes
 from (
@@ -137,7 +139,11 @@ select handler, count(*) as letters, max(tries) as tries from {schema}.forward
 where app = %(app)s and forwarded_at is null group by handler order by handler
 
 -- name: saga_list
--- Sagas that run, wait for their next attempt, or wait for a person (dead). Stale means the same as in take_sagas.
+-- Sagas that run, wait for their next attempt, or wait for a person (`state` dead; `parked` says why). `owner` is the worker that
+-- holds it, null between attempts; `stale`, as in take_sagas: its lease has expired. `attempt` counts takeovers since the last
+-- finished step; `token`, the fence token, increases with each takeover. `cancel`: it is to be cancelled, and whether its
+-- finished steps are to be undone then; null if nobody has requested that. `waits`: what it sleeps or waits for, such as
+-- "signal approved"; then `due` is until when.
 select encode(s.key, 'hex') as key, c.name as scope, s.handler, line.state, s.parked, w.name as owner, s.token,
     s.attempt, s.due, s.worker is not null and not {held} as stale,
     (select name from {schema}.step where key = s.key and position is not null order by position desc limit 1)
@@ -421,7 +427,8 @@ with results as (delete from {schema}.result where key = %(key)s),
 select count(*) from letters
 
 -- name: key_deliveries
--- The newest. There is no index on keys, which would cost each message what the rest of its row does.
+-- The newest: what became of each and when, where it came from, which process had it, and for how many
+-- seconds. There is no index on keys, which would cost each message what the rest of its row does.
 select d.at - make_interval(secs => coalesce(d.ended[k.i], d.ended[1]) / 1000.0) as at,
     coalesce(w.outcomes[k.i], w.outcomes[1]) as outcome,
     coalesce(w.sources[k.i], w.sources[1]) || ' ' || coalesce(w.positions[k.i], '') as place, d.worker,

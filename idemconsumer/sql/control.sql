@@ -60,6 +60,7 @@ where w.until >= clock_timestamp() and w.runs <> '[]'
 order by w.id
 
 -- name: paused_handlers
+-- By whom, when and why.
 select app, handler, at, by, reason from {schema}.control
 where %(app)s::text is null or app = %(app)s order by app, handler
 
@@ -104,6 +105,7 @@ values (clock_timestamp(), %(by)s, session_user, %(what)s, %(target)s) returning
 update {schema}.audit set target = %(target)s where id = %(id)s returning id
 
 -- name: audit
+-- `by`: as they said themselves; `role`: of the database.
 select id, at, by, role, what, target, reason from {schema}.audit order by id desc limit %(limit)s
 
 -- name: lock_waits
@@ -123,9 +125,13 @@ cross join lateral (
     order by cardinality(pg_blocking_pids(b.pid)), a.xact_start limit 1
 ) as h
 
+-- name: status_time
+select clock_timestamp() as at
+
 -- name: status_queues
 -- `most`: of each queue so many rows are read, the first ones, and `more`: there are more. `oldest`: seconds since the first one that waits was
--- published, or given back; `overdue`: since the first one that is due should have been moved to its queue.
+-- published, or given back; `overdue`: since the first one that is due should have been moved to its queue. `waiting` could be
+-- taken now, `in_hand` of workers, `delayed` until they are due, the first at `next`.
 select w.name, r.waiting, r.in_hand, r.oldest, l.delayed, l.next, l.overdue, r.more or l.delayed > %(most)s as more
 from (select distinct name from {schema}.line where line in ('queue', 'delayed')) as w
 cross join lateral (

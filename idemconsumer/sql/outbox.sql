@@ -73,7 +73,8 @@ and (%(since)s::float8 is null or o.created_at >= clock_timestamp() - make_inter
 and (not %(parked)s or o.parked_at is not null)
 
 -- name: list_outgoing
--- Oldest first, as they are sent.
+-- Oldest first, as they are sent. `tries`: how many times its broker has refused it, last with `error`; `due_at`: when it is
+-- sent at the earliest, null: now. `message_id` is the same each time that it is sent. `size` is that of its body.
 select o.id, o.destination, o.message_id::text as message_id, o.key, o.tries, o.error, o.created_at, o.due_at, o.parked_at,
     octet_length(o.body) as size
 from {schema}.outbox as o where {chosen_outgoing} and o.id > %(after)s order by o.id limit %(limit)s
@@ -110,7 +111,8 @@ select count(*) as changed from gone
 select count(*) as changed from {schema}.outbox as o where {chosen_outgoing}
 
 -- name: status_outbox
--- Of each destination up to `most` of what can be sent, or is to be sent later; and what waits for a person.
+-- Of each destination up to `most` of what can be sent, the oldest for so many seconds; of what is to be sent later, since it
+-- was published so or refused, perhaps with this `error`; and of what waits for a person. `more`: there are more.
 with others as (
     select destination from (
         select destination from {schema}.outbox where due_at is not null and parked_at is null order by due_at limit %(most)s

@@ -55,7 +55,8 @@ with dropped as (
 delete from {schema}.record where key in (select key from gone) and state = {PROCESSING}
 
 -- name: status_requests
--- Of all tenants of a route together; at most `most` rows are read.
+-- Of all tenants of a route together, the first since `oldest`: `running`, or `lost` with the process that ran them. At most
+-- `most` rows are read.
 select split_part(c.name, '/', 1) as app, split_part(c.name, '/', 3) as route, count(*) filter (where s.held) as running,
     count(*) filter (where not s.held) as lost, min(s.started_at) as oldest,
     sum(count(*)) over () > %(most)s as more

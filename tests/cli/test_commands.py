@@ -21,8 +21,8 @@ from click.testing import CliRunner
 from psycopg.conninfo import make_conninfo
 
 from idemconsumer.brokers.adapters import connect
+from idemconsumer.cli.layout import printable
 from idemconsumer.cli.main import main
-from idemconsumer.cli.verbs import printable
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.delivered import encode_delivered
 from idemconsumer.message.message import Message

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from idemconsumer.cli.failures import LEAST, READS, least
 from idemconsumer.cli.main import main
-from idemconsumer.cli.rights import LEAST, READS, least
 from idemconsumer.stores import grants
 from tests.cli.seeding import begin, copied
 from tests.cli.transcripts import GOLDEN, Shell, commands, typed

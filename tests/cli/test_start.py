@@ -15,7 +15,7 @@ load(dsn="postgresql://user:p%40ss@db.example:5432/shop?sslmode=verify-full")
 """
 WORKER = f"""
 {LAUNCHER}
-import idemconsumer.cli.banner, idemconsumer.cli.target, idemconsumer.worker.worker
+import idemconsumer.cli.target, idemconsumer.worker.worker
 """
 IN_LAUNCHER = ["structlog", "psycopg", "importlib.metadata", "idemconsumer.app", "idemconsumer.engine"]
 IN_LAUNCHER += ["idemconsumer.ports", "idemconsumer.observe.fleet"]

@@ -12,7 +12,7 @@ from idemconsumer import App, Saga, idempotent_handler
 from idemconsumer.admin.orphans import find_unawaited
 from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.cli.inspect import findings
-from idemconsumer.cli.saga_lines import facts
+from idemconsumer.cli.saga_verbs import facts
 from idemconsumer.message import keys
 from idemconsumer.settings import Settings
 from tests.support.sagas import SCHEMA, Bench, Station, saga

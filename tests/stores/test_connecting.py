@@ -13,7 +13,7 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from idemconsumer.admin.sender import connected
+from idemconsumer.admin.sender import Statements
 from idemconsumer.brokers.postgres_broker import PostgresBroker
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import Subscription
@@ -76,8 +76,8 @@ async def test_every_connection_is_read_committed_whatever_the_role_prefers(
         levels.append(await (await pooled.execute(LEVEL)).fetchone())
     async with await queue_connection(PostgresBroker(Settings(dsn=dsn)), dsn) as queue:
         levels.append(await (await queue.execute(LEVEL)).fetchone())
-    async with connected(dsn, SCHEMA) as admin:
-        levels.append(tuple((await (await admin.execute(LEVEL)).fetchone() or {}).values()))
+    async with Statements(dsn, SCHEMA).sending() as admin:
+        levels.append(tuple((await (await admin.connection.execute(LEVEL)).fetchone() or {}).values()))
     with closing(heart_connection(Heartbeat(dsn, SCHEMA, lease=10.0, patience=10.0))) as heart:
         levels.append(heart.execute(LEVEL).fetchone())
     with closing(connect(dsn)) as migrations:
@@ -102,8 +102,8 @@ async def test_every_connection_reads_all_text_and_times(
     dsn, found = ledger.dsn, list[tuple[Any, ...]]()
     async with await queue_connection(PostgresBroker(Settings(dsn=dsn)), dsn) as queue:
         found.append(await (await queue.execute(read)).fetchone() or ())
-    async with connected(dsn, SCHEMA) as admin:
-        found.append(tuple((await (await admin.execute(read)).fetchone() or {}).values()))
+    async with Statements(dsn, SCHEMA).sending() as admin:
+        found.append(tuple((await (await admin.connection.execute(read)).fetchone() or {}).values()))
     with closing(heart_connection(Heartbeat(dsn, SCHEMA, lease=10.0, patience=10.0))) as heart:
         found.append(heart.execute(read).fetchone() or ())
     with closing(connect(dsn)) as migrations:

@@ -32,7 +32,7 @@ _PR_SET_NAME: Final = 15
 _IMPORTED: Final = (
     "idemconsumer.brokers.kafka.kafka_broker", "idemconsumer.brokers.rabbitmq.rabbitmq_broker",
     "idemconsumer.brokers.sqs.sqs_broker",
-    "idemconsumer.cli.banner", "idemconsumer.cli.main", "idemconsumer.cli.run_verb",
+    "idemconsumer.cli.main", "idemconsumer.cli.run_verb",
     "idemconsumer.cli.target", "idemconsumer.process.child", "idemconsumer.testing.crash",
     "idemconsumer.worker.worker", "runpy",
 )  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from idemconsumer import App, Tx
 from idemconsumer.admin.dead_letters import Admin
-from idemconsumer.cli.dead_letter_text import show
+from idemconsumer.cli.dead import show
 from tests.support.logs import LogCapture, entries
 from tests.support.tuning import tuned
 from tests.support.workers import SCHEMA, Bench, Item, note
