@@ -62,10 +62,16 @@ class Which(msgspec.Struct, frozen=True, kw_only=True):
 ALL: Final = Which()
 
 
-class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the list. `arrivals` counts deliveries, the first included; times are the database's. `redriven_at`:
-    when it was redriven, unless it has failed again since. `forwarded_at`: when it was sent to where its handler's
-    `dead_letter_to` says, since it was written last."""
+class DeadLetterDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """A dead letter in full, with all that its broker gave.
+
+    `arrivals` counts deliveries, the first included; times are the database's. `redriven_at`: when it was redriven,
+    unless it has failed again since. `forwarded_at`: when it was sent to where its handler's `dead_letter_to` says,
+    since it was written last. `traceback` is that of the exception, None where there was none, or a worker of version
+    0.0 wrote the letter. `key` is the stored digest, None if the message had no key. `body` is the first
+    `max_message_bytes` of a body of `body_size` bytes; `body_sha256` is of the whole. `headers` are in their order,
+    repeated ones too. `emptied_at`: when all that was dropped, since its handler has a `retain_dead_body`.
+    """
 
     id: int
     handler: str
@@ -79,22 +85,6 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     last_at: datetime
     redriven_at: datetime | None = None
     forwarded_at: datetime | None = None
-
-    @property
-    def hint(self) -> str:
-        """What a person can do about it."""
-        return hint(self.reason)
-
-
-class DeadLetterDetail(DeadLetter, frozen=True, kw_only=True):
-    """A dead letter in full, with all that its broker gave.
-
-    `traceback` is that of the exception, None where there was none, or a worker of version 0.0 wrote the letter.
-    `key` is the stored digest, None if the message had no key. `body` is the first `max_message_bytes` of a body of
-    `body_size` bytes; `body_sha256` is of the whole. `headers` are in their order, repeated ones too. `emptied_at`:
-    when all that was dropped, since its handler has a `retain_dead_body`.
-    """
-
     scope: str
     key: bytes | None
     message_id: str | None
@@ -108,6 +98,11 @@ class DeadLetterDetail(DeadLetter, frozen=True, kw_only=True):
     body_sha256: bytes
     emptied_at: datetime | None = None
     traceback: str | None = None
+
+    @property
+    def hint(self) -> str:
+        """What a person can do about it."""
+        return hint(self.reason)
 
 
 class Redrive(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,23 +121,6 @@ class Redrive(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: datetime | None
 
 
-class Delayed(msgspec.Struct, frozen=True, kw_only=True):
-    """How many messages of a queue in Postgres are not due yet, and when the first one is. `name` is that of the queue;
-    those of a handler that wait for their next attempt have one of their own, `~~app/handler`."""
-
-    name: str
-    messages: int
-    due_at: datetime
-
-
-class Unforwarded(msgspec.Struct, frozen=True, kw_only=True):
-    """How many letters of a handler are to be forwarded, and how often that was tried at most."""
-
-    handler: str
-    letters: int
-    tries: int
-
-
 class Admin:
     """Reads one schema, with a new connection for each call.
 
@@ -153,9 +131,10 @@ class Admin:
         self._sql = Statements(dsn, schema)
         self._slow = Statements(dsn, schema, patience=PATIENCE)
 
-    async def dead_letters(self, which: Which = ALL, *, before: int | None = None, limit: int = 50) -> list[DeadLetter]:
-        """Newest first, at most `limit`; of those with lower ids than `before`, if that is given."""
-        return await self._sql.values(DeadLetter, "dead_list", **which.params, before=before, limit=limit)
+    async def dead_letters(self, which: Which = ALL, *, before: int | None = None, limit: int = 50) -> list[Row]:
+        """Newest first, at most `limit`; of those with lower ids than `before`, if that is given. What a list shows of
+        a `DeadLetterDetail`."""
+        return await self._sql.rows("dead_list", **which.params, before=before, limit=limit)
 
     async def dead_letter(self, number: int) -> DeadLetterDetail | None:
         """The one with this id, or None."""
@@ -226,13 +205,13 @@ class Admin:
                 progress(len(gone))
         return discarded
 
-    async def delayed(self) -> list[Delayed]:
-        """By queue."""
-        return await self._sql.values(Delayed, "delayed")
+    async def delayed(self) -> list[Row]:
+        """By queue: `delayed` in `sql/admin.sql`."""
+        return await self._sql.rows("delayed")
 
-    async def unforwarded(self, app: str) -> list[Unforwarded]:
-        """By handler."""
-        return await self._sql.values(Unforwarded, "unforwarded", app=app)
+    async def unforwarded(self, app: str) -> list[Row]:
+        """By handler: `unforwarded` in `sql/admin.sql`."""
+        return await self._sql.rows("unforwarded", app=app)
 
 
 async def unknown_handler(dsn: str, schema: str, handler: str) -> str | None:

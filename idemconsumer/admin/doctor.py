@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from idemconsumer.admin.control import UNRECORDED, WorkerLine
 from idemconsumer.admin.orphans import Sagas, find_orphans
-from idemconsumer.admin.sender import Statements
+from idemconsumer.admin.sender import Sender, Statements
 from idemconsumer.admin.status import MOST, Status, in_words, status
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.hashing import HASHING
@@ -27,9 +27,6 @@ _DEAD: Final = 10_000  # rows
 _LARGE: Final = 16 * 1024 * 1024  # bytes
 _TIMES: Final = 3  # as large as its rows
 _UNPRUNED: Final = 172_800.0  # seconds
-_QUESTIONS: Final = (
-    "stale_leases", "abandoned_requests", "old_transactions", "table_sizes", "some_scopes", "unpruned"
-)  # fmt: skip
 _TO_DO: Final[Mapping[HeldUp, str]] = {
     HeldUp.PAUSED: "`idemconsumer resume {handler} --app {app}` lets it go on",
     HeldUp.DATABASE_AWAY: "start it, make room, or check the network; nothing is lost meanwhile",
@@ -47,22 +44,20 @@ async def diagnose(dsn: str, schema: str, app: str | None = None, sagas: Sagas |
     found = await status(dsn, schema, app)
     orphans = await find_orphans(dsn, schema, app or "", sagas or {})
     async with Statements(dsn, schema).sending() as send:
-        given = {"most": MOST, "seconds": LONG, "unpruned": _UNPRUNED}
-        leases, requests, transactions, tables, scopes, unpruned = [await send(each, **given) for each in _QUESTIONS]
+        left = [each async for each in _left(send, app)]
+        server = [each async for each in _server(send)]
+        scopes = [row.name for row in await send("some_scopes", most=MOST)]
     subjects = ((each.waiting, each.text) for each in orphans)
     return [
         *_handlers(found),
         *_workers(found.workers),
-        *_leases(leases),
-        *_requests(requests, app),
+        *left,
         *(_warning(f"sagas of {of.app}/{of.handler}", text) for of, text in subjects if app in (None, of.app)),
         *_sagas(found),
         *_queues(found),
         *_outbox(found),
-        *_transactions(transactions),
-        *_tables(tables),
-        *_pruning(unpruned),
-        *_scopes([row["name"] for row in scopes], found, app),
+        *server,
+        *_scopes(scopes, found, app),
         *_secrets(await examine_secrets(dsn, schema) if HASHING.secrets else ()),
     ]
 
@@ -111,24 +106,22 @@ def _workers(workers: Sequence[WorkerLine]) -> Iterator[Finding]:
             )
 
 
-def _leases(rows: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
-    for row in rows:
-        over = "is unknown" if row["seconds"] is None else f"ended {row['seconds']:.0f} s ago"
+async def _left(send: Sender, app: str | None) -> AsyncIterator[Finding]:
+    """What processes that are gone have left."""
+    for row in await send("stale_leases", most=MOST):
+        over = "is unknown" if row.seconds is None else f"ended {row.seconds:.0f} s ago"
         yield _warning(
-            f"lease of {row['name'] or row['worker']}",
-            f"{over}, and no worker has taken its {_counted(row['sagas'])} sagas; start a worker that runs their "
+            f"lease of {row.name or row.worker}",
+            f"{over}, and no worker has taken its {_counted(row.sagas)} sagas; start a worker that runs their "
             "handlers, or resume these",
         )
-
-
-def _requests(rows: Iterable[Mapping[str, Any]], app: str | None) -> Iterator[Finding]:
-    for row in rows:
-        of, _, handler = keys.parts_of(row["scope"])
+    for row in await send("abandoned_requests", most=MOST):
+        of, _, handler = keys.parts_of(row.scope)
         if app in (None, of):
             yield _warning(
                 f"requests of {of}/{handler}",
-                f"{_counted(row['requests'])} were begun by processes that are gone, the first at "
-                f"{row['oldest']:%Y-%m-%d %H:%M}, and have not come again; it is not known how far they got: "
+                f"{_counted(row.requests)} were begun by processes that are gone, the first at "
+                f"{row.oldest:%Y-%m-%d %H:%M}, and have not come again; it is not known how far they got: "
                 f"`idemconsumer keys list --handler {handler} --state processing` lists them, and "
                 "`keys release` makes a key new",
             )
@@ -199,41 +192,35 @@ def _outbox(found: Status) -> Iterator[Finding]:
             )
 
 
-def _transactions(rows: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
-    for row in rows:
-        prepared = row["state"] == "prepared"
-        end = f"ROLLBACK PREPARED {row['who']}" if prepared else f"SELECT pg_terminate_backend({row['who']})"
+async def _server(send: Sender) -> AsyncIterator[Finding]:
+    """What grows, or cannot shrink."""
+    for row in await send("old_transactions", seconds=LONG):
+        prepared = row.state == "prepared"
+        end = f"ROLLBACK PREPARED {row.who}" if prepared else f"SELECT pg_terminate_backend({row.who})"
         yield _warning(
-            f"transaction of {row['role']} ({row['program']}, {row['state']})",
-            f"has been open for {row['seconds']:.0f} s, and no row version deleted since can be vacuumed; end it if "
+            f"transaction of {row.role} ({row.program}, {row.state})",
+            f"has been open for {row.seconds:.0f} s, and no row version deleted since can be vacuumed; end it if "
             f"it is not needed: {end}",
         )
-
-
-def _tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
-    for row in rows:
-        name, dead, live, vacuumed = row["name"], row["dead"], row["live"], row["vacuumed"]
+    for row in await send("table_sizes"):
+        dead, live, vacuumed, expected = row.dead, row.live, row.vacuumed, row.expected
         if dead > _DEAD and dead > live / 2 and (vacuumed is None or vacuumed > _NOT_VACUUMED):
             when = "never vacuumed" if vacuumed is None else f"last vacuumed {vacuumed:.0f} s ago"
             yield _warning(
-                f"table {name}",
+                f"table {row.name}",
                 f"has {dead:,} dead rows and {live:,} live ones, and was {when}; look for an old transaction, check "
                 "that autovacuum runs, or VACUUM it",
             )
-        expected = row["expected"]
-        if expected is not None and row["bytes"] > max(_LARGE, _TIMES * expected):
+        if expected is not None and row.bytes > max(_LARGE, _TIMES * expected):
             yield _warning(
-                f"table {name}",
-                f"takes {row['bytes'] / 1e6:,.0f} MB, but its rows should take about {expected / 1e6:,.0f} MB; "
+                f"table {row.name}",
+                f"takes {row.bytes / 1e6:,.0f} MB, but its rows should take about {expected / 1e6:,.0f} MB; "
                 "pg_repack frees the rest while workers run, VACUUM FULL while none does",
             )
-
-
-def _pruning(rows: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
-    for row in rows:
+    for row in await send("unpruned", unpruned=_UNPRUNED):
         yield _warning(
             "pruning",
-            f"no pass has ended since {row['since']:%Y-%m-%d %H:%M}, so rows past their retention stay; workers "
+            f"no pass has ended since {row.since:%Y-%m-%d %H:%M}, so rows past their retention stay; workers "
             "prune by themselves; where no worker runs, as with a front door alone, run `idemconsumer prune` once "
             "a day",
         )

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from idemconsumer.admin.dead_letters import Admin, DeadLetter, Redrive, key_range, only, unknown_handler
+from idemconsumer.admin.dead_letters import Admin, Redrive, key_range, only, unknown_handler
 from idemconsumer.admin.decisions import Deciding
 from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.admin.saga_views import readable
@@ -51,7 +51,7 @@ class KeyDetail(msgspec.Struct, frozen=True, kw_only=True):
     awaited: str | None
     attempts: Row | None
     request: Row | None
-    letters: Sequence[DeadLetter]
+    letters: Sequence[Row]
     redrives: Sequence[Redrive]
     deliveries: Sequence[Row]
     timeline: Sequence[Event]
@@ -129,7 +129,7 @@ class Keys:
         """O7. Changes nothing. Not from one snapshot: what happens meanwhile may be in one part and not in another."""
         record = await self._first("key_record", key=key)
         tried = await self._first("key_attempts", key=key)
-        letters = await self._sql.values(DeadLetter, "key_letters", key=key)
+        letters = await self._sql.rows("key_letters", key=key)
         redrives = await self._sql.values(Redrive, "dead_redrives", letter=None, key=key)
         logged = {"first": first_bytes(key), "limit": _MOST_DELIVERIES}
         deliveries = await self._sql.rows("key_deliveries", **logged)

@@ -12,7 +12,7 @@ import click
 import msgspec
 from click import option
 
-from idemconsumer.admin.dead_letters import Admin, DeadLetter, DeadLetterDetail, Redrive, Which
+from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail, Redrive, Which
 from idemconsumer.admin.redrives import Redrives
 from idemconsumer.admin.sender import Row
 from idemconsumer.cli.choices import Choice, listing
@@ -69,7 +69,7 @@ async def dead_list(given: Given) -> Output:
     return await listing(given, letters, columns, map(_in_list, letters), "no dead letters", more=more)
 
 
-def _in_list(of: DeadLetter) -> tuple[object, ...]:
+def _in_list(of: Row) -> tuple[object, ...]:
     marks = [mark for mark, at in (("redriven", of.redriven_at), ("forwarded", of.forwarded_at)) if at]
     reason = f"{of.reason} ({', '.join(marks)})" if marks else of.reason
     return of.id, of.last_at, of.handler, reason, of.position, of.arrivals, of.error[:60]

@@ -131,10 +131,12 @@ select count(*) as letters,
 from {schema}.dead_letter as d where {chosen}
 
 -- name: delayed
+-- Of queues in Postgres, how many are not due yet, and when the first one is. Those of a handler that wait for their next attempt
+-- have a queue of their own, `~~app/handler`.
 select name, count(*) as messages, min(due_at) as due_at from {schema}.delayed group by name order by name
 
 -- name: unforwarded
--- Dead letters of an app that are to be forwarded (O19).
+-- Dead letters of an app that are to be forwarded (O19), and how often that was tried at most.
 select handler, count(*) as letters, max(tries) as tries from {schema}.forward
 where app = %(app)s and forwarded_at is null group by handler order by handler
 
