@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import msgspec
 
-from idemconsumer.admin.sender import Statements
+from idemconsumer.admin.sender import Row, Statements
 from idemconsumer.message import keys
 from idemconsumer.rules.saga import ANY_VERSION
 
@@ -96,21 +95,10 @@ def _problem(group: WaitingSagas, app: str, sagas: Sagas, *, served: bool) -> st
     )
 
 
-class Unawaited(msgspec.Struct, frozen=True, kw_only=True):
-    """Signals of one name to sagas of one handler. `begun`: how many of them are for sagas that have begun."""
-
-    app: str
-    handler: str
-    name: str
-    signals: int
-    begun: int
-    first_at: datetime
-    text: str
-    wrong: bool
-
-
-async def find_unawaited(dsn: str, schema: str, app: str, sagas: Sagas) -> list[Unawaited]:
-    """`sagas` as in `find_orphans`, which raises the same."""
+async def find_unawaited(dsn: str, schema: str, app: str, sagas: Sagas) -> list[Row]:
+    """Of each name and handler, with its app: how many `signals` there are, `begun` of them for sagas that have begun,
+    the first since `first_at`; what to say of them, `text`, and whether something is `wrong`. `sagas` as in
+    `find_orphans`, which raises the same."""
     async with Statements(dsn, schema).sending() as send:
         rows = await send("unawaited_signals")
         alive = await send("live_workers")
@@ -121,7 +109,7 @@ async def find_unawaited(dsn: str, schema: str, app: str, sagas: Sagas) -> list[
             names = await send("awaited_names", handler=handler)
             text, wrong = _said(of, handler, row["name"], known, [each["name"] for each in names], row["begun"])
             if text:
-                found.append(Unawaited(app=of, handler=handler, text=text, wrong=wrong, **row))
+                found.append(Row(row, app=of, handler=handler, text=text, wrong=wrong))
     return found
 
 

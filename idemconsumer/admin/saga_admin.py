@@ -14,8 +14,9 @@ from urllib.parse import unquote
 from idemconsumer.admin.audit import Trace, note_saga
 from idemconsumer.admin.dead_letters import Admin, only, unknown_handler
 from idemconsumer.admin.decisions import Cancellation, Deciding, decide, request_cancel, set_free
-from idemconsumer.admin.saga_views import SagaDetail, detail
+from idemconsumer.admin.saga_views import SagaDetail, readable, step_line, word_of
 from idemconsumer.admin.sender import Row, Statements, readers
+from idemconsumer.admin.timeline import timeline
 from idemconsumer.errors import ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.message import codecs, keys
 from idemconsumer.message.message import StoredResult
@@ -91,8 +92,20 @@ class SagaAdmin:
             parents = await send("saga_parent", key=key)
             steps = await send("saga_steps", key=key)
             history = await send("saga_history", key=key)
-        parent = parents[0]["parent"] if parents else None
-        return detail(key, records[0], parent, lines[0] if lines else None, steps, history, signals)
+        record, running = records[0], lines[0] if lines else None
+        state = word_of(State(record.state))
+        return SagaDetail(
+            key=key.hex(),
+            scope=record.scope,
+            state=state,
+            changed_at=record.changed_at,
+            parent=parents[0].parent if parents else None,
+            result=readable(record.result),
+            running=running,
+            steps=[step_line(record.scope, key, step) for step in steps],
+            signals=signals,
+            timeline=timeline(running, history, steps, (record.changed_at, state)),
+        )
 
     async def handlers(self) -> list[str]:
         """Those that have sagas that have not ended, as app and handler."""

@@ -8,7 +8,7 @@ from datetime import datetime
 import msgspec
 
 from idemconsumer.admin.sender import Row
-from idemconsumer.admin.timeline import Event, timeline, waiting
+from idemconsumer.admin.timeline import Event, waiting
 from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.values import State, StepKind, StepState
 from idemconsumer.sagas.step import step_key
@@ -17,7 +17,7 @@ from idemconsumer.sagas.step import step_key
 class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
     """A saga's record, its row until it ends, its steps in the order of their starts, and its timeline. `parent`: the
     key of the saga whose start began it; None if a message or code did, or the parent's record is pruned. `running` and
-    `signals`: `saga_list` and `saga_signals` in `sql/admin.sql`; `steps`: see `_step`."""
+    `signals`: `saga_list` and `saga_signals` in `sql/admin.sql`; `steps`: see `step_line`."""
 
     key: str
     scope: str
@@ -36,36 +36,10 @@ class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
         return [step.name for step in self.steps if step.state == "intent"]
 
 
-def detail(
-    key: bytes,
-    record: Row,
-    parent: str | None,
-    running: Row | None,
-    steps: Sequence[Row],
-    history: Sequence[Row],
-    signals: Sequence[Row],
-) -> SagaDetail:
-    """Built from the rows of `saga_record`, `saga_parent`, `saga_list`, `saga_steps`, `saga_history` and
-    `saga_signals`."""
-    state = word_of(State(record["state"]))
-    return SagaDetail(
-        key=key.hex(),
-        scope=record["scope"],
-        state=state,
-        changed_at=record["changed_at"],
-        parent=parent,
-        result=readable(record["result"]),
-        running=running,
-        steps=[_step(record["scope"], key, step) for step in steps],
-        signals=signals,
-        timeline=timeline(running, history, steps, (record["changed_at"], state)),
-    )
-
-
-def _step(scope: str, key: bytes, row: Row) -> Row:
-    """`token` is the fence token of the owner that last wrote it; `attempts` includes those of its undo; `seconds` is
-    the time from its first start to its end, `undo_seconds` the same for its undo. `key` is what a call gives its
-    remote, and `undo_key` what its undo does; None for steps in a transaction.
+def step_line(scope: str, key: bytes, row: Row) -> Row:
+    """A recorded step. `token` is the fence token of the owner that last wrote it; `attempts` includes those of its
+    undo; `seconds` is the time from its first start to its end, `undo_seconds` the same for its undo. `key` is what a
+    call gives its remote, and `undo_key` what its undo does; None for steps in a transaction.
 
     In the states `intent` and `undo intent` the outcome is not known yet. A `sleep` or a `wait` has an end, `until`,
     and a wait its `signal`; the state is `waiting` until it is over.
