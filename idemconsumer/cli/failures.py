@@ -35,11 +35,6 @@ def _failure(error: Exception) -> tuple[str, Exit] | None:
     return (error_text(error), Exit.ERROR) if isinstance(error, psycopg.Error) else None
 
 
-def _reports(error: Exception) -> bool:
-    """Whether this process says it: of several workers that cannot start the first one, since they all fail alike."""
-    return os.environ.get(WORKER, "0") == "0" or isinstance(error, Replaced)
-
-
 @contextmanager
 def in_one_line(say: Callable[[str, Exception], None]) -> Iterator[None]:
     """What is expected of the block is said, and ends the process with its code."""
@@ -49,7 +44,8 @@ def in_one_line(say: Callable[[str, Exception], None]) -> Iterator[None]:
         if (found := _failure(error)) is None:
             raise
         text, code = found
-        if _reports(error):
+        # Of several workers that cannot start the first one says it, since they all fail alike.
+        if os.environ.get(WORKER, "0") == "0" or isinstance(error, Replaced):
             say(text, error)
         sys.exit(code)
 

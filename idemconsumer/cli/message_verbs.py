@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from typing import BinaryIO
 
 import click
 import psycopg
@@ -47,7 +46,8 @@ def publish(given: Given) -> Output:
     """
     if (given.payload is None) == (given.lines is None):
         raise click.UsageError("give either PAYLOAD or --file")
-    bodies = _bodies(given.lines) if given.payload is None else [given.payload.encode()]
+    stripped = (line.strip() for line in given.lines or ())
+    bodies = [*filter(None, stripped)] if given.payload is None else [given.payload.encode()]
     headers, delay = dict(map(_pair, given.headers)), parse_duration(given.delay)
     messages = [Outgoing(body, headers, given.key, delay) for body in bodies for _ in range(given.times)]
     asyncio.run(_publish(given.source, messages, given.settings))
@@ -74,10 +74,6 @@ async def _publish(source: str, messages: Sequence[Outgoing], settings: Settings
         raise
     finally:
         await broker.close()
-
-
-def _bodies(lines: BinaryIO | None) -> list[bytes]:
-    return [body for line in lines or () if (body := line.strip())]
 
 
 def _pair(header: str) -> tuple[str, str]:

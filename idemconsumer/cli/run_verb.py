@@ -149,13 +149,15 @@ def _run(
 
         crew = Fleet(settings.workers)
         ops = Ops(crew, settings).serving(*listening_at(settings.ops_port))
+    # As variables, since the children are started without options.
+    given = {PREFIX + name.upper(): str(value) for name, value in flags.items() if value is not None}
     supervisor = Supervisor(
         [sys.executable, "-m", "idemconsumer", "run", target],
         workers=settings.workers,
         drain_timeout=settings.drain_timeout,
         max_restarts=max_restarts,
         until_empty=settings.until_empty,
-        environment=os.environ | _as_environment(flags) | ({DEV: "1"} if dev else {}),
+        environment=os.environ | given | ({DEV: "1"} if dev else {}),
         changes=python_changes(Path.cwd()) if reload else None,
         execute=partial(leave_for, settings),
         prepare=prepare_to_leave,
@@ -211,8 +213,3 @@ def _reread(target: str, flags: Mapping[str, Any]) -> None:
             asyncio.run(noting)
     except IdemConsumerError as error:
         log.warning("reload not written to the audit", what="reload", error=error_text(error))
-
-
-def _as_environment(flags: Mapping[str, object]) -> dict[str, str]:
-    """The given options as variables, for the children: they are started without options."""
-    return {PREFIX + name.upper(): str(value) for name, value in flags.items() if value is not None}

@@ -21,7 +21,7 @@ from idemconsumer.cli.choices import listing, need_key, seconds
 from idemconsumer.cli.flags import ID, as_json, count, database, deciding, flag, key, limit, together
 from idemconsumer.cli.layout import facts as as_lines
 from idemconsumer.cli.layout import listed, printable, short, time_of
-from idemconsumer.cli.verbs import Given, Output, Verbs, need_dsn, print_json
+from idemconsumer.cli.verbs import Given, Output, Verbs, print_json
 from idemconsumer.ports.arguments import Done, NotDone
 from idemconsumer.process.child import Exit
 from idemconsumer.rules.values import Signalled
@@ -84,10 +84,10 @@ async def saga_export(given: Given) -> None:
     They are for `idemconsumer.testing.replay`, which reports whether a changed handler would go on with these sagas.
     They hold payloads and outputs as they are stored, with all personal data in them.
     """
-    schema, since = given.settings.schema, seconds(given.since)
+    since = seconds(given.since)
     click.echo("warning: what follows holds payloads and outputs; keep it where personal data may be kept", err=True)
     chosen = {"handler": given.handler, "state": given.state, "since": since, "limit": given.limit}
-    async for history in histories(need_dsn(given.settings), schema, **chosen):
+    async for history in histories(*given.database, **chosen):
         print_json(history)
 
 

@@ -8,7 +8,7 @@ import click
 from click import option
 
 from idemconsumer.cli.flags import Finite, database, flag
-from idemconsumer.cli.verbs import Given, Output, Verbs, need_dsn, print_json
+from idemconsumer.cli.verbs import Given, Output, Verbs, print_json
 from idemconsumer.process.child import Exit
 from idemconsumer.sql.queries import check_schema
 from idemconsumer.stores import grants as rights
@@ -87,10 +87,9 @@ def status(given: Given) -> Output:
 @migrate.verb("sql", flag("--all", "everything", help="Include applied migrations; needs no database."), ends=database)
 def sql(given: Given) -> None:
     """Print the SQL that `up` would run, to run it by hand."""
-    settings = given.settings
-    known = migrations.files() if given.everything else migrations.status(need_dsn(settings), settings.schema)
+    known = migrations.files() if given.everything else migrations.status(*given.database)
     wanted = [each for each in known if given.everything or each.pending]
-    click.echo(migrations.script(wanted, settings.schema), nl=False)
+    click.echo(migrations.script(wanted, given.settings.schema), nl=False)
 
 
 @migrate.verb(

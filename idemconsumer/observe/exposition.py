@@ -1,4 +1,4 @@
-"""The numbers in Prometheus's text format. This module and `requests` alone know its client library."""
+"""The numbers in Prometheus's text format. This module and `request_metrics` alone know its client library."""
 
 from __future__ import annotations
 
