@@ -32,8 +32,8 @@ select pg_catalog.set_config('idemconsumer.open', 'bench', true),
     pg_catalog.concat_ws('|', current_user, pg_catalog.current_setting('search_path'),
     pg_catalog.current_setting('session_replication_role'), pg_catalog.current_setting('statement_timeout')),
     pg_catalog.pg_backend_pid();
-select * from {SCHEMA}.claim(array[sha256(int8send(:id))], array[1], array[sha256(int8send(:id))],
-    array[substring(sha256(int8send(:id)) for 16)], null, 3::smallint, true);
+select * from {SCHEMA}.claim(array[row(sha256(int8send(:id)), 1, sha256(int8send(:id)),
+    substring(sha256(int8send(:id)) for 16), null, false, null, false)::{SCHEMA}.claim], 3::smallint, true);
 \\endpipeline
 insert into payment (id, amount) values (:id::text, 1);
 \\startpipeline

@@ -162,6 +162,63 @@ begin
 end
 $$;
 
+-- What is stored of a key that is claimed, and what its claim may take: in this order `Claim.row` in Python has it. Once this
+-- is released, another attribute needs a type of its own, with functions of the same names for it: workers of the version
+-- before write rows as they know them (R32).
+create type {schema}.claim as (
+    key          bytea,
+    scope_id     integer,
+    fingerprint  bytea,
+    canonical    bytea,
+    expires      double precision,
+    pending      boolean,
+    token        bytea,
+    shown        boolean
+);
+
+comment on type {schema}.claim is 'A key about to be claimed, by a message, a saga or a request';
+comment on column {schema}.claim.expires is
+    'For how many seconds the record counts once it is final (R37); null: as long as it is there';
+comment on column {schema}.claim.pending is 'It may take a record that is pending: this is the message that waits (D19)';
+comment on column {schema}.claim.token is 'It may take one that is pending and has this token beside it (H46)';
+comment on column {schema}.claim.shown is 'Until the commit others can see its fingerprint (H4)';
+
+create type {schema}.recorded as (
+    key           bytea,
+    state         smallint,
+    fingerprint   bytea,
+    body          bytea,
+    content_type  text,
+    canonical     bytea,
+    status        smallint,
+    headers       bytea
+);
+
+comment on type {schema}.recorded is 'What is on record of a key; all but the key null: nothing that counts';
+
+-- What is on record of each key, without what is pending of `awaited`. LATERAL ... OFFSET 0 keeps this an index lookup for
+-- each key even when it was planned while the table was empty (G5).
+create function {schema}.recorded(keys bytea[], awaited bytea[])
+returns setof {schema}.recorded language sql stable as $$
+    select w.key, r.state, r.fingerprint, s.body, s.content_type, r.canonical, s.status, s.headers
+    from unnest(keys) as w (key)
+    left join lateral (
+        select state, fingerprint, canonical from {schema}.record
+        where key = w.key and (expires_at is null or expires_at > clock_timestamp() or state not in (3, 4))
+          and not (state = 0 and key = any (awaited)) offset 0
+    ) as r on true
+    left join lateral (
+        select body, content_type, status, headers from {schema}.result where key = w.key offset 0
+    ) as s on true
+$$;
+
+-- R26: equal bytes or an equal value, each as far as both sides know it. As `judge` in rules/verdicts.py has it.
+create function {schema}.same_payload(fingerprint bytea, canonical bytea, other_fingerprint bytea, other_canonical bytea)
+returns boolean language sql immutable as $$
+    select (fingerprint is null or other_fingerprint is null or fingerprint = other_fingerprint
+            or canonical = other_canonical) is true
+$$;
+
 -- The claim of a whole group, in one round trip with BEGIN.
 --
 -- One atomic insert (R3). The advisory lock comes first, in the same statement: without it the insert would block behind
@@ -169,44 +226,43 @@ $$;
 -- it, with a snapshot of its own, or nulls where a rival holds the key. Joined claims are written in their final state,
 -- COMPLETED, since nobody sees them before the commit (J2).
 --
--- A function, so that its plans are kept: the statement itself is sent as text, with BEGIN. LATERAL ... OFFSET 0 keeps
--- the reading an index lookup for each key even when it was planned while the table was empty (G5).
+-- A function, so that its plans are kept: the statement itself is sent as text, with BEGIN.
 --
--- `expires`: for how many seconds the record counts once it is final; null where it does not expire, or for all. What has
--- expired stands in the way of the insert, is deleted under the lock that the first statement has taken, and the insert is
--- repeated; so a claim that finds its keys free pays nothing for it. EXECUTE plans that each time: a plan from when the
--- table was small would scan all of it (G5).
+-- `expires`: what has expired stands in the way of the insert, is deleted under the lock that the first statement has taken,
+-- and the insert is repeated; so a claim that finds its keys free pays nothing for it. EXECUTE plans that each time: a plan
+-- from when the table was small would scan all of it (G5).
 --
 -- `met`: the caller has looked the scopes up within half a day, so none of them can go before its record is there, and
 -- looking at them each time would be a tenth of a claim. Otherwise they are looked at after the insert, in a later
 -- statement: either this sees that one is retired, or its record is there when those of a retired one are looked for.
-create function {schema}.claim(
-    keys bytea[], scopes int[], fingerprints bytea[], canonicals bytea[], expires float8[], state smallint, met boolean
-) returns table (
-    key bytea, found smallint, fingerprint bytea, body bytea, content_type text, canonical bytea, status smallint,
-    headers bytea
-) language plpgsql as $$
+create function {schema}.claim(claims {schema}.claim[], state smallint, met boolean)
+returns setof {schema}.recorded language plpgsql as $$
 #variable_conflict use_column
 declare
+    awaited bytea[] := '{{}}';
     claimed bytea[];
     expired bytea[];
+    scopes int[];
+    missed bytea[];
 begin
+    if exists (select from unnest(claims) as c where c.shown or c.pending or c.token is not null) then
+        awaited := {schema}.prepare_claim(claims);
+    end if;
     for each in 1..2 loop
         with inserted as (
             insert into {schema}.record (key, scope_id, state, fingerprint, canonical, changed_at, expires_at)
             select c.key, c.scope_id, claim.state, c.fingerprint, c.canonical, clock_timestamp(),
                 clock_timestamp() + make_interval(secs => c.expires)
-            from unnest(claim.keys, claim.scopes, claim.fingerprints, claim.canonicals, claim.expires)
-                as c (key, scope_id, fingerprint, canonical, expires)
+            from unnest(claims) as c
             where (expired is null or c.key = any (expired))
               and pg_try_advisory_xact_lock(('x' || encode(substring(c.key for 8), 'hex'))::bit(64)::bigint)
             on conflict do nothing
             returning record.key
         )
         select claimed || array_agg(inserted.key) into claimed from inserted;
-        exit when cardinality(claimed) = cardinality(claim.keys) or expired is not null;
+        exit when cardinality(claimed) = cardinality(claims) or expired is not null;
         expired := array(
-            select w.key from unnest(claim.keys) as w (key)
+            select w.key from unnest(claims) as w
             cross join lateral (
                 select from {schema}.record as r
                 where r.key = w.key and r.expires_at <= clock_timestamp() and r.state in (3, 4) offset 0
@@ -235,25 +291,57 @@ begin
             select coalesce(keys, '{{}}') from gathered
         $sql$ into expired using expired;
     end loop;
-    if not met and not claim.scopes <@ array(
-        select s.id from {schema}.scope as s where s.id = any (claim.scopes) and s.retired_at is null
-    ) then
-        perform {schema}.use_scopes(claim.scopes);
+    if not met then
+        scopes := array(select c.scope_id from unnest(claims) as c);
+        if not scopes <@ array(select s.id from {schema}.scope as s where s.id = any (scopes) and s.retired_at is null) then
+            perform {schema}.use_scopes(scopes);
+        end if;
     end if;
-    if cardinality(claimed) = cardinality(claim.keys) then
+    if cardinality(claimed) = cardinality(claims) then
         return;
     end if;
-    -- One that has expired and could not be deleted is a rival's.
-    return query
-        select w.key, r.state, r.fingerprint, s.body, s.content_type, r.canonical, s.status, s.headers
-        from unnest(claim.keys) as w (key)
-        left join lateral (
-            select state, fingerprint, canonical from {schema}.record
-            where key = w.key and (expires_at is null or expires_at > clock_timestamp() or state not in (3, 4)) offset 0
-        ) as r on true
-        left join lateral (
-            select body, content_type, status, headers from {schema}.result where key = w.key offset 0
-        ) as s on true
-        where claimed is null or w.key <> all (claimed);
+    missed := array(select w.key from unnest(claims) as w where claimed is null or w.key <> all (claimed));
+    -- One that has expired and could not be deleted is a rival's. So is one that waits for this very message and is pending
+    -- still: to take the message for its duplicate would lose it (H46).
+    return query select * from {schema}.recorded(missed, awaited);
 end
+$$;
+
+-- Before the insert: fingerprints are shown, as locks that exclude nobody (H4), and the records that wait for these
+-- messages make room for them, those with a token if no other payload came under it. By the claim's lock (J1), so that
+-- nobody waits; a rollback brings them back. Returns the keys that wait for a token, also where somebody has their lock:
+-- such a one is busy, and its message no duplicate. The two-part locks are a space of their own; the first part is not
+-- that of the gate. EXECUTE for plans, as in `claim`.
+create function {schema}.prepare_claim(claims {schema}.claim[]) returns bytea[] language plpgsql as $$
+#variable_conflict use_column
+declare
+    awaited bytea[];
+begin
+    perform pg_advisory_xact_lock_shared(1768187504, {schema}.shown_as(c.fingerprint))
+    from unnest(claims) as c where c.shown and c.fingerprint <> '';
+    if not exists (select from unnest(claims) as c where c.pending or c.token is not null) then
+        return '{{}}';
+    end if;
+    awaited := array(
+        select c.key from unnest(claims) as c
+        cross join lateral (select token from {schema}.accepted where key = c.key offset 0) as a
+        cross join lateral (select state, fingerprint, canonical from {schema}.record where key = c.key offset 0) as r
+        where a.token = c.token and not c.pending and r.state = 0
+          and {schema}.same_payload(r.fingerprint, r.canonical, c.fingerprint, c.canonical)
+    );
+    execute $sql$
+        with taken as (
+            delete from {schema}.record where key = any ($1) and state = 0
+                and pg_try_advisory_xact_lock(('x' || encode(substring(key for 8), 'hex'))::bit(64)::bigint)
+            returning key
+        )
+        update {schema}.accepted set token = null where key = any (array(select key from taken)) and token is not null
+    $sql$ using awaited || array(select c.key from unnest(claims) as c where c.pending);
+    return awaited;
+end
+$$;
+
+-- 32 bits of a fingerprint, as the number of a lock.
+create function {schema}.shown_as(fingerprint bytea) returns integer language sql immutable as $$
+    select ('x' || encode(substring(fingerprint for 4), 'hex'))::bit(32)::integer
 $$;

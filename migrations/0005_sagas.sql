@@ -424,8 +424,7 @@ returns void language plpgsql set enable_seqscan = off as $$
 begin
     update {schema}.child as c
     set ended = true, body = e.body, content_type = e.content_type,
-        state = case when (c.fingerprint is null or r.fingerprint is null or c.fingerprint = r.fingerprint
-                           or c.canonical = r.canonical) is true then r.state end
+        state = case when {schema}.same_payload(c.fingerprint, c.canonical, r.fingerprint, r.canonical) then r.state end
     from {schema}.record as r left join {schema}.result as e on e.key = r.key
     where c.parent = copy_end.parent and c.key = copy_end.key and r.key = c.key;
 end
@@ -444,8 +443,8 @@ $$;
 -- of the key is made meanwhile, and no saga under it ends, so that the end is either seen here or sees the row (L47).
 -- Returns what is there under the key: its record, and what sagas have started under it that has not begun. `owner`: the one
 -- of them that is the first (L80). `is_new`: nothing was there; with `queue`, also no message of another's.
-create function {schema}.start_child(parent bytea, key bytea, fingerprint bytea, canonical bytea, queue text, given text)
-returns table (state smallint, fingerprint_found bytea, canonical_found bytea, owner bytea, is_new boolean)
+create function {schema}.start_child(parent bytea, its {schema}.claim, queue text, given text)
+returns table (state smallint, fingerprint bytea, canonical bytea, owner bytea, is_new boolean)
 language plpgsql set enable_seqscan = off as $$
 #variable_conflict use_column
 declare
@@ -453,25 +452,24 @@ declare
     first bytea;
     added boolean;
 begin
-    perform pg_advisory_xact_lock(('x' || encode(substring(start_child.key for 8), 'hex'))::bit(64)::bigint);
-    perform 1 from {schema}.saga as s where s.key = start_child.key for key share;
-    recorded := exists (select from {schema}.record as r where r.key = start_child.key);
+    perform pg_advisory_xact_lock(('x' || encode(substring(its.key for 8), 'hex'))::bit(64)::bigint);
+    perform 1 from {schema}.saga as s where s.key = its.key for key share;
+    recorded := exists (select from {schema}.record as r where r.key = its.key);
     select c.parent into first from {schema}.child as c
-    where c.key = start_child.key and c.began and not c.ended and not recorded;
+    where c.key = its.key and c.began and not c.ended and not recorded;
     insert into {schema}.child (parent, key, fingerprint, canonical, began)
-    values (start_child.parent, start_child.key, start_child.fingerprint, start_child.canonical,
-        first is null and not recorded)
+    values (start_child.parent, its.key, its.fingerprint, its.canonical, first is null and not recorded)
     on conflict do nothing;
     added := found and first is null and not recorded
         and not {schema}.queued_by_others(start_child.queue, start_child.given, start_child.parent);
-    perform {schema}.copy_end(r.parent, r.key) from (select start_child.parent, start_child.key) as r (parent, key)
+    perform {schema}.copy_end(r.parent, r.key) from (select start_child.parent, its.key) as r (parent, key)
     where exists (select from {schema}.record as f where f.key = r.key and f.state in (3, 4));
     first := coalesce(first, start_child.parent);
     return query
-        select r.state, r.fingerprint, r.canonical, first, added from {schema}.record as r where r.key = start_child.key
+        select r.state, r.fingerprint, r.canonical, first, added from {schema}.record as r where r.key = its.key
         union all
         select 1::smallint, c.fingerprint, c.canonical, first, added from {schema}.child as c
-        where c.parent in (start_child.parent, first) and c.key = start_child.key;
+        where c.parent in (start_child.parent, first) and c.key = its.key;
 end
 $$;
 
@@ -630,8 +628,8 @@ begin
         -- A saga that ends just now has no row any more: 1, and the next look finds how.
         return case when not exists (select from {schema}.saga as s
                                      where s.key = begun.key and s.parent is distinct from stop_child.key)
-                     and (its.fingerprint is null or begun.fingerprint is null or its.fingerprint = begun.fingerprint
-                          or its.canonical = begun.canonical) is true then 1 else 4 end;
+                     and {schema}.same_payload(its.fingerprint, its.canonical, begun.fingerprint, begun.canonical)
+                    then 1 else 4 end;
     end if;
     if not its.began or {schema}.queued_by_others(stop_child.queue, stop_child.given, stop_child.key) then
         return 4;

@@ -18,15 +18,12 @@ comment on column {schema}.request.again is 'A former owner was lost, and may ha
 
 -- A claim and its end. Functions, as in 0005, so that their plans are kept: both are sent as text, with BEGIN and COMMIT.
 
--- H20. The record and the row in one commit, under the lock and the index of every claim (J1, R3). One row: with our
+-- H20. The record and the row in one commit, by the claim that messages and sagas make. `claims` is one. One row: with our
 -- token, or with what was found, and then with the row's token if nobody has a good lease for it. None: ours is over,
 -- which is looked at here, by the server's clock.
-create function {schema}.claim_request(wanted bytea, scope integer, print bytea, value bytea, expires double precision,
-    owner bigint)
-returns table (
-    key bytea, state smallint, fingerprint bytea, body bytea, content_type text, canonical bytea, status smallint,
-    headers bytea, token bigint, free bigint
-) language plpgsql set enable_seqscan = off as $$
+create function {schema}.claim_request(claims {schema}.claim[], owner bigint)
+returns table (missed {schema}.recorded, token bigint, free bigint)
+language plpgsql set enable_seqscan = off as $$
 #variable_conflict use_column
 begin
     perform from {schema}.worker where id = owner and until > clock_timestamp();
@@ -34,9 +31,8 @@ begin
         return;
     end if;
     return query
-        select m.*, null::bigint, case when s.worker = owner or not s.held then s.token end
-        from {schema}.claim(array[wanted], array[scope], array[print], array[value], array[expires], 1::smallint, true)
-            as m
+        select m, null::bigint, case when s.worker = owner or not s.held then s.token end
+        from {schema}.claim(claims, 1::smallint, true) as m
         left join lateral (
             select r.token, r.worker, exists (
                 select from {schema}.worker as w
@@ -47,9 +43,8 @@ begin
     if not found then
         return query
             insert into {schema}.request (key, scope_id, token, worker, started_at)
-            values (wanted, scope, nextval('{schema}.saga_token'), owner, clock_timestamp())
-            returning key, null::smallint, null::bytea, null::bytea, null::text, null::bytea, null::smallint,
-                null::bytea, token, null::bigint;
+            values (claims[1].key, claims[1].scope_id, nextval('{schema}.saga_token'), owner, clock_timestamp())
+            returning null::{schema}.recorded, token, null::bigint;
     end if;
 end
 $$;

@@ -34,6 +34,11 @@ class Claim(msgspec.Struct, frozen=True):
     shown: bool = False
     token: bytes | None = None
 
+    def row(self, scope: int | None) -> tuple[object, ...]:
+        """What the database is given of it, as the type `claim` in migrations/0001 has it. `scope`: the id."""
+        stored = (self.key, scope, self.fingerprint, self.canonical, self.expires)
+        return (*stored, self.pending, self.token, self.shown)
+
 
 @dataclass(frozen=True, slots=True)
 class NextAttempt:

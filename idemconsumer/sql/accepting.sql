@@ -6,26 +6,6 @@
 select {schema}.accept(%(key)s::bytea, %(app)s, %(handler)s, %(max_age)s::float8, %(via)s::text, %(token)s::bytea,
     %(asked)s::boolean, %(body)s::bytea, %(headers)s::jsonb)
 
--- name: take_accepted
--- H46. Before the claim, as `resume`: the PENDING records that wait for these very messages make room for them. A row for each
--- that waits, also where somebody has its lock: it is busy then, and its message no duplicate.
-with awaited as materialized (
-    select w.key
-    from unnest(%(keys)s::bytea[], %(tokens)s::bytea[], %(fingerprints)s::bytea[], %(canonicals)s::bytea[])
-        as w (key, token, fingerprint, canonical)
-    cross join lateral (select token from {schema}.accepted where key = w.key offset 0) as a
-    cross join lateral (select state, fingerprint, canonical from {schema}.record where key = w.key offset 0) as r
-    where a.token = w.token and r.state = {PENDING}
-      and (w.fingerprint is null or r.fingerprint is null or w.fingerprint = r.fingerprint or w.canonical = r.canonical)
-), taken as (
-    delete from {schema}.record where key = any(array(select key from awaited)) and state = {PENDING}
-        and pg_try_advisory_xact_lock(('x' || encode(substring(key for 8), 'hex'))::bit(64)::bigint)
-    returning key
-), spent as (
-    update {schema}.accepted set token = null where key = any(array(select key from taken))
-)
-select key from awaited
-
 -- name: accepted
 -- H42. Only what is of this scope: whoever asks by an id may have got it from another tenant (H48). A PENDING record whose key somebody has locked (J1) is in hand. The lock is looked at and not tried: a claim that came
 -- meanwhile would take the key for busy.

@@ -144,17 +144,11 @@ select name, id from known union all select name, id from met
 (expires_at is null or expires_at > clock_timestamp() or state not in ({COMPLETED}, {FAILED}))
 
 -- name: claim
--- The insert is in the function (migrations/0001). What it returns was not claimed.
-select * from {schema}.claim(%(keys)s::bytea[], %(scopes)s::integer[], %(fingerprints)s::bytea[],
-    %(canonicals)s::bytea[], %(expires)s::float8[], %(state)s::smallint, true)
-
--- name: show
--- H4: the fingerprint, as a lock that excludes nobody. The two-part locks are a space of their own; the first part is not
--- that of the gate.
-select pg_advisory_xact_lock_shared(1768187504, %(fingerprint)s)
+-- See the function (migrations/0001). What it returns was not claimed.
+select * from {schema}.claim(%(claims)s::{schema}.claim[], %(state)s::smallint, true)
 
 -- name: differs
--- What a rival shows whose claim of the key is not committed (J1, `show`). One look at all locks, so that both are of one
+-- What a rival shows whose claim of the key is not committed (J1, `prepare_claim` in migrations/0001). One look at all locks, so that both are of one
 -- moment.
 with held as materialized (
     select pid, classid::bigint as high, objid::bigint as low, objsubid from pg_locks
@@ -162,30 +156,17 @@ with held as materialized (
         select oid from pg_database where datname = current_database()
     )
 ), wanted as (
-    select ('x' || encode(substring(%(key)s::bytea for 8), 'hex'))::bit(64)::bigint as lock
+    select ('x' || encode(substring(%(key)s::bytea for 8), 'hex'))::bit(64)::bigint as lock,
+        {schema}.shown_as(%(fingerprint)s::bytea)::bigint & 4294967295 as shown
 )
-select count(*) > 0 and count(*) filter (where s.low = %(fingerprint)s::bigint & 4294967295) = 0
+select count(*) > 0 and count(*) filter (where s.low = w.shown) = 0
 from wanted as w
 join held as k on k.objsubid = 1 and k.high = (w.lock >> 32) & 4294967295 and k.low = w.lock & 4294967295
 join held as s on s.pid = k.pid and s.objsubid = 2 and s.high = 1768187504
 
--- name: resume
--- Before the claim: the records that wait for these messages make room for it (D19). The lock is the claim's (J1), so
--- that nobody waits; a rollback brings them back.
-delete from {schema}.record where key = any(%(keys)s::bytea[]) and state = {PENDING}
-    and pg_try_advisory_xact_lock(('x' || encode(substring(key for 8), 'hex'))::bit(64)::bigint)
-
 -- name: read
--- The records that the claim did not insert, in a separate statement and so with a new snapshot (R3). LATERAL …
--- OFFSET 0 keeps this an index lookup for each key even when it was planned while the table was empty (G5).
-select w.key, r.state, r.fingerprint, s.body, s.content_type, r.canonical, s.status, s.headers
-from unnest(%(keys)s::bytea[]) as w (key)
-cross join lateral (
-    select state, fingerprint, canonical from {schema}.record where key = w.key and {counts} offset 0
-) as r
-left join lateral (
-    select body, content_type, status, headers from {schema}.result where key = w.key offset 0
-) as s on true
+-- As the claim reads them (migrations/0001).
+select * from {schema}.recorded(%(keys)s::bytea[], '{{}}') where state is not null
 
 -- name: store_results
 -- `statuses` and `headers` are null where no result has any (R36).

@@ -3,7 +3,7 @@
 
 -- name: claim_request
 -- H20, H22. See the function (migrations/0006).
-select * from {schema}.claim_request(%(key)s, %(scope)s, %(fingerprint)s, %(canonical)s, %(expires)s, %(worker)s)
+select (c.missed).*, c.token, c.free from {schema}.claim_request(%(claims)s::{schema}.claim[], %(worker)s) as c
 
 -- name: take_request
 -- H22. By the token that was seen to be free: of two who take it, the second finds another one. One that is ours already

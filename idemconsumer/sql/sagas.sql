@@ -168,8 +168,7 @@ select live from left_to
 -- name: begin_sagas
 -- Claims the keys, and begins a saga for each that was inserted: a row for each key, as `claim` has it, and its token.
 with missed as materialized (
-    select * from {schema}.claim(%(keys)s::bytea[], %(scopes)s::integer[], %(fingerprints)s::bytea[],
-        %(canonicals)s::bytea[], %(expires)s::float8[], {PROCESSING}::smallint, false)
+    select * from {schema}.claim(%(claims)s::{schema}.claim[], {PROCESSING}::smallint, false)
 ), begun as (
     insert into {schema}.saga (key, scope_id, handler, state, token, worker, due, attempt, version, source, position,
         message_id, body, headers, delivered, started_at, parent)
@@ -182,7 +181,7 @@ with missed as materialized (
     where not exists (select from missed where missed.key = w.key)
     returning key, token
 )
-select key, found, fingerprint, body, content_type, canonical, status, headers, null::bigint from missed
+select *, null::bigint from missed
 union all
 select key, null, null, null, null, null, null, null, token from begun
 
@@ -362,7 +361,7 @@ select {schema}.pause_saga(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, 
 
 -- name: start_child
 -- See the function.
-select * from {schema}.start_child(%(key)s, %(child)s, %(fingerprint)s, %(canonical)s, %(queue)s, %(given)s)
+select * from {schema}.start_child(%(key)s, (%(claims)s::{schema}.claim[])[1], %(queue)s, %(given)s)
 
 -- name: await_child
 select * from {schema}.await_child(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(name)s, %(seconds)s, %(child)s,

@@ -21,7 +21,7 @@ from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.sql.queries import in_words, load
 from idemconsumer.stores.answers import moment, outcomes
 from idemconsumer.stores.claims import transaction
-from idemconsumer.stores.columns import Statement, read_result
+from idemconsumer.stores.columns import Statement, claimed, read_result
 from idemconsumer.stores.pool import Pool
 
 
@@ -113,10 +113,7 @@ async def accept_in(
     queries, claim = load(schema), acceptance.claim
     cursor = OwnCursor(connection)
     with in_words(schema):
-        given = {
-            "keys": [claim.key], "scopes": [scope], "fingerprints": [claim.fingerprint],
-            "canonicals": [claim.canonical], "expires": [claim.expires], "state": int(State.PENDING),
-        }  # fmt: skip
+        given = {"claims": claimed([claim], [scope]), "state": int(State.PENDING)}
         await cursor.execute(queries["claim"], given)
         assert cursor.pgresult is not None
         (found,) = outcomes(cursor.pgresult, [claim.key])

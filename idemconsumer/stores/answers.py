@@ -53,10 +53,14 @@ def begun(answer: PGresult, keys: Sequence[bytes]) -> list[Found | int]:
         raise CommitUnknown("the database's answer to a claim cannot be read; the claim may be committed") from error
 
 
-def claimed_request(answer: PGresult) -> tuple[tuple[Any, ...], int | None, int | None]:
-    """What was found, our token, and the token that is free, from the one row of `claim_request`."""
+def claimed_request(answer: PGresult, key: bytes) -> tuple[int | None, Record | None, int | None]:
+    """Our token; or the record that was found, None where a rival holds the key, and the token that is free. From the
+    one row of `claim_request`."""
     token, free = answer.get_value(0, _COLUMNS), answer.get_value(0, _COLUMNS + 1)
-    return _missed(answer, 0), None if token is None else int(token), None if free is None else int(free)
+    if token is not None:
+        return int(token), None, None
+    row = _missed(answer, 0)
+    return None, records([row], [key])[key] if row[1] is not None else None, None if free is None else int(free)
 
 
 def taken_request(answer: PGresult) -> tuple[int, bool, datetime]:

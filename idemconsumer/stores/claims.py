@@ -28,8 +28,8 @@ from idemconsumer.sql.answering import PATIENCE
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.stores.answers import loaded, outcomes
 from idemconsumer.stores.checkout import Lending
-from idemconsumer.stores.columns import Statement, columns_of, dead_letter, in_hand, shown, stored_columns, taking
-from idemconsumer.stores.literals import bytea_array, clean, float8_array
+from idemconsumer.stores.columns import Statement, claimed, columns_of, dead_letter, stored_columns
+from idemconsumer.stores.literals import clean
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.server import is_durable
 from idemconsumer.stores.session import LOCK_TIMEOUT, PoolSession
@@ -112,37 +112,18 @@ class PostgresClaims:
 
         Never waits for a rival: a key whose claim is not committed is `Mark.BUSY`; `Mark.CLAIMED` is ours to run.
         """
-        keys = [claim.key for claim in claims]
-        scopes = await self.scope_ids(claims)
-        statement = self._queries["claim"] % {
-            b"keys": bytea_array(keys),
-            b"scopes": b"'{%s}'" % b",".join(b"%d" % scope for scope in scopes),
-            b"fingerprints": bytea_array([claim.fingerprint for claim in claims]),
-            b"canonicals": bytea_array([claim.canonical for claim in claims]),
-            b"expires": float8_array([claim.expires for claim in claims]),
-            b"state": b"%d" % state,
-        }
-        before = [self._written("show", shown(claim)) for claim in claims if claim.shown and claim.fingerprint]
-        if pending := [claim.key for claim in claims if claim.pending]:
-            before.append(self._queries["resume"] % {b"keys": bytea_array(pending)})
-        if (accepted := taking(claims)) is not None:
-            before.append(self._written(*accepted))
-        statement = b"; ".join([*before, statement])
+        given = {"claims": claimed(claims, await self.scope_ids(claims)), "state": int(state)}
+        statement = self._written("claim", given)
         # One round trip, as a pipeline would be. But psycopg ends a pipeline with a Flush after its Sync, which makes
         # the server forget idle_in_transaction_session_timeout (J6, J11).
         if not self._seal:
-            at = -2 - len(before)
-            answers = await self._opened(lambda: self._opening() + b"; " + statement, at)
+            answers = await self._opened(lambda: self._opening() + b"; " + statement, -2)
         else:
             try:
                 answers = await self._connection.simple(statement)
             except psycopg.Error as error:
                 raise self._ours(error) from error
-        found = outcomes(answers[-1], keys)
-        if accepted is None:
-            return found
-        awaited = {key for (key,) in self.rows(answers[-2])}
-        return [in_hand(key, each, awaited) for key, each in zip(keys, found, strict=True)]
+        return outcomes(answers[-1], [claim.key for claim in claims])
 
     async def _opened(self, opening: Callable[[], bytes], at: int) -> list[PGresult]:
         """Open the transaction: the answers, of which that `at` tells about the session.

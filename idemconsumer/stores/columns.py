@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, Final, TypeVar
 
@@ -15,42 +15,20 @@ from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.store import Claim, LoggedDeliveries, NewDeadLetter
 from idemconsumer.redaction import error_text
-from idemconsumer.rules.values import Mark, Record, State
-from idemconsumer.stores.literals import clean
+from idemconsumer.stores.literals import clean, rows_text
 
 T = TypeVar("T")
 
 Statement = tuple[str, dict[str, Any]]  # of the engine's own: its name, and its parameters
 
-TAKE_ACCEPTED: Final = "take_accepted"
 _HEADERS: Final = msgspec.json.Decoder(tuple[tuple[str, str], ...])
 _LONGEST: Final = 20 * 86_400.0  # seconds, whose milliseconds are an integer of the database
 
 
 # ------------------------------------------------------------------------------------------------------------ claims
-def shown(claim: Claim) -> dict[str, Any]:
-    """What a claim shows of its fingerprint: 32 bits, as the number of a lock."""
-    return {"fingerprint": int.from_bytes((claim.fingerprint or b"")[:4], "big", signed=True)}
-
-
-def taking(claims: Sequence[Claim]) -> Statement | None:
-    """What makes room for those with a token, each the one message that a PENDING record waits for (H46). It returns
-    the keys that are awaited. None: there are none."""
-    accepted = [claim for claim in claims if claim.token is not None and not claim.pending]
-    if not accepted:
-        return None
-    return TAKE_ACCEPTED, {
-        "keys": [claim.key for claim in accepted],
-        "tokens": [claim.token for claim in accepted],
-        "fingerprints": [claim.fingerprint for claim in accepted],
-        "canonicals": [claim.canonical for claim in accepted],
-    }
-
-
-def in_hand(key: bytes, found: T | Record | Mark, awaited: Container[bytes]) -> T | Record | Mark:
-    """What a claim has found. A record that waits for this very message and is PENDING still is locked by somebody: to
-    take the message for its duplicate would lose it."""
-    return Mark.BUSY if key in awaited and isinstance(found, Record) and found.state is State.PENDING else found
+def claimed(claims: Sequence[Claim], scopes: Sequence[int | None]) -> str:
+    """The parameter of each statement that claims: an array of the type `claim`."""
+    return rows_text(map(Claim.row, claims, scopes))
 
 
 # ----------------------------------------------------------------------------------------------------------- results

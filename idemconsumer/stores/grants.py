@@ -27,7 +27,8 @@ _REQUESTS: Final[Mapping[LiteralString, tuple[LiteralString, ...]]] = {
     "audit": ("INSERT",),
 }
 _OF_REQUESTS: Final = (
-    *("accept", "claim", "claim_request", "complete_request", "use_scopes", "seal", "open_sealed", "sequences_behind"),
+    *("accept", "claim", "prepare_claim", "shown_as", "recorded", "claim_request", "complete_request", "use_scopes"),
+    *("seal", "open_sealed", "sequences_behind"),
 )
 # H56. Beside `_PURGE`: a process that ends leaves no lease, what is personal of a key is forgotten, and of what was
 # accepted it is told when. To store that there is a function with the rights of its owner (migrations/0002).
@@ -42,8 +43,9 @@ _FRONT_DOOR: Final[tuple[LiteralString, ...]] = (
     "GRANT UPDATE (keys, positions) ON {schema}.delivery_log TO {role}",
     "GRANT USAGE ON SEQUENCE {schema}.saga_token TO {role}",
     "GRANT EXECUTE ON FUNCTION "
-    "{schema}.claim(bytea[], int[], bytea[], bytea[], float8[], smallint, boolean), {schema}.use_scopes(int[]), "
-    "{schema}.claim_request(bytea, int, bytea, bytea, float8, bigint), "
+    "{schema}.claim({schema}.claim[], smallint, boolean), {schema}.prepare_claim({schema}.claim[]), "
+    "{schema}.shown_as(bytea), {schema}.recorded(bytea[], bytea[]), {schema}.use_scopes(int[]), "
+    "{schema}.claim_request({schema}.claim[], bigint), "
     "{schema}.complete_request(bytea, bigint, smallint, bytea, text, smallint, bytea), "
     "{schema}.seal(text), {schema}.open_sealed(text, text, text, text), {schema}.sequences_behind(), "
     "{schema}.accept(bytea, text, text, float8, text, bytea, boolean, bytea, jsonb) TO {role}",

@@ -16,7 +16,7 @@ from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.agreed_hashing import settle_hashing
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.claims import PostgresClaims, transaction
-from idemconsumer.stores.columns import columns_of, shown
+from idemconsumer.stores.columns import columns_of
 from idemconsumer.stores.grants import Kind
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.pool import Pool
@@ -110,7 +110,7 @@ class PostgresStore:
         that is not known."""
         if not claim.fingerprint:
             return False
-        return bool((await self.pool.alone("differs", {"key": claim.key, **shown(claim)}))[0][0])
+        return bool((await self.pool.alone("differs", {"key": claim.key, "fingerprint": claim.fingerprint}))[0][0])
 
     async def log_deliveries(self, rows: Sequence[LoggedDeliveries]) -> None:
         """Write these into the delivery log, each in a commit of its own. A log that cannot be written raises nothing;

@@ -5,7 +5,7 @@ psycopg's own literals take four to ten times as long.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 import psycopg
@@ -23,8 +23,8 @@ def literal(value: object, connection: Connection) -> bytes:
     match value:
         case None:
             return b"null"
-        case str() if value.isascii() and "'" not in value and "\\" not in value and "\0" not in value:
-            return b"'%s'" % value.encode()  # as most are: the same in all encodings, and nothing to escape
+        case str() if value.isascii() and "'" not in value and "\0" not in value:  # as most are: alike in all encodings
+            return b"'%s'" % value.encode() if "\\" not in value else b"E'%s'" % value.replace("\\", r"\\").encode()
         case str():
             text = value.encode(connection.info.encoding)
             if b"\0" in text:  # libpq would cut it off there
@@ -46,16 +46,13 @@ def literal(value: object, connection: Connection) -> bytes:
             raise TypeError(f"a {type(value).__name__} cannot be written into a statement")
 
 
-def bytea_array(values: Sequence[bytes | None]) -> bytes:
-    items = ["null" if value is None else '"\\\\\\\\x' + value.hex() + '"' for value in values]
-    return b"E'{%s}'" % ",".join(items).encode()
-
-
-def float8_array(values: Sequence[float | None]) -> bytes:
-    """Null where all are None, as in most claims."""
-    if all(value is None for value in values):
-        return b"null"
-    return b"'{%s}'" % b",".join(b"null" if value is None else repr(value).encode() for value in values)
+def rows_text(rows: Iterable[Iterable[object]]) -> str:
+    """The text of an array of rows of a composite type, of numbers and bytes."""
+    # The backslash of bytes is escaped in the row, and that in the array.
+    fields = (
+        ["" if it is None else rf"\\\\x{it.hex()}" if type(it) is bytes else repr(it) for it in row] for row in rows
+    )
+    return "{" + ",".join([f'"({",".join(each)})"' for each in fields]) + "}"
 
 
 def clean(text: str) -> str:

@@ -12,6 +12,7 @@ from idemconsumer.ports.leased_saga import Begun, Kinship, LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Record, State, StepState
 from idemconsumer.stores.claims import PostgresClaims
+from idemconsumer.stores.columns import claimed
 
 
 class PostgresCompletion:
@@ -45,8 +46,8 @@ class PostgresStep:
         """Put on record that this saga starts the one of `claim` (L47). With the queue and the key of its message, one
         that somebody else has put there counts as being there."""
         queue, given = queued or (None, None)
-        its = {"child": claim.key, "fingerprint": claim.fingerprint, "canonical": claim.canonical}
-        rows = await self.claims.send("start_child", its | {"key": self._key, "queue": queue, "given": given})
+        its = {"claims": claimed([claim], [None]), "key": self._key, "queue": queue, "given": given}
+        rows = await self.claims.send("start_child", its)
         found = [Record(State(state), fingerprint, canonical=canonical) for state, fingerprint, canonical, *_ in rows]
         return Begun(found, *rows[0][3:])
 

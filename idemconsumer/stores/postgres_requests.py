@@ -27,9 +27,9 @@ from idemconsumer.rules.doubt import Meaning, meaning
 from idemconsumer.rules.recent import Recent
 from idemconsumer.rules.values import ENDED, Record, State
 from idemconsumer.rules.verdicts import Verdict, judge
-from idemconsumer.stores.answers import claimed_request, moment, records, taken_request
+from idemconsumer.stores.answers import claimed_request, moment, taken_request
 from idemconsumer.stores.claims import transaction
-from idemconsumer.stores.columns import Statement, kept_row
+from idemconsumer.stores.columns import Statement, claimed, kept_row
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.shared_reads import Looks
@@ -167,20 +167,15 @@ class PostgresRequests:
     async def _claimed(self, claim: Claim, worker: int, again: bool) -> Held | Running | Record:
         with short():
             async with transaction(self._pool, group=1) as claims:
-                (scope,) = await claims.scope_ids([claim])
-                given = {
-                    "key": claim.key, "scope": scope, "fingerprint": claim.fingerprint, "canonical": claim.canonical,
-                    "expires": claim.expires, "worker": worker,
-                }  # fmt: skip
+                given = {"claims": claimed([claim], await claims.scope_ids([claim])), "worker": worker}
                 (answer,) = await claims.commit([("claim_request", given)])
         if not answer.ntuples:
             raise StoreUnavailable(_OVER)
-        found, token, free = claimed_request(answer)
+        token, record, free = claimed_request(answer, claim.key)
         if token is not None:
             return Held(claim, token)
-        if found[1] is None:
+        if record is None:
             return Running()
-        record = records([found], [claim.key])[claim.key]
         if record.state in ENDED:
             return record
         if free is None or judge(record, claim.fingerprint, claim.canonical) is not Verdict.BUSY:

@@ -21,9 +21,9 @@ from idemconsumer.logs import log
 from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record
-from idemconsumer.stores.answers import begun
+from idemconsumer.stores.answers import begun as begun_sagas
 from idemconsumer.stores.claims import PostgresClaims, transaction
-from idemconsumer.stores.columns import TAKE_ACCEPTED, Statement, in_hand, taking
+from idemconsumer.stores.columns import Statement, claimed
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.sharing import OTHERS, PARTY
 from idemconsumer.user_code.cancellation import until_done
@@ -77,49 +77,31 @@ async def commit(claims: PostgresClaims, writes: Sequence[Write]) -> dict[Write,
     sent: list[tuple[Statement, list[Write]]] = []
     for name in _KINDS:
         if kind := [write for write in writes if write.statement == name]:
-            sent += [(each, []) for each in _before(kind)]
+            if name == END_SAGAS and len(kind) > 1:
+                sent.append((("no_scans", {}), []))
             sent.append((await _statement(claims, kind), kind))
     answers = await claims.commit([statement for statement, _ in sent])
     written: dict[Write, Answer] = {}
-    awaited = set[bytes]()
-    for answer, ((name, _), kind) in zip(answers, sent, strict=True):
-        if name == TAKE_ACCEPTED:
-            awaited = {key for (key,) in claims.rows(answer)}
+    for answer, (_, kind) in zip(answers, sent, strict=True):
         written |= _answered(claims, answer, kind)
-    if not awaited:
-        return written
-    return {write: in_hand(write.identity[0], answer, awaited) for write, answer in written.items()}
-
-
-def _before(kind: Sequence[Write]) -> list[Statement]:
-    if kind[0].statement == END_SAGAS and len(kind) > 1:
-        return [("no_scans", {})]
-    claimed = [write.claim for write in kind if write.claim is not None]
-    pending, accepted = [claim.key for claim in claimed if claim.pending], taking(claimed)
-    return ([("resume", {"keys": pending})] if pending else []) + ([] if accepted is None else [accepted])
+    return written
 
 
 async def _statement(claims: PostgresClaims, kind: Sequence[Write]) -> Statement:
     name, columns = kind[0].statement, {column: [write.row[column] for write in kind] for column in kind[0].row}
-    arrays: dict[str, list[Any]] = {}
-    if claimed := [write.claim for write in kind if write.claim is not None]:
-        keys, scopes = [claim.key for claim in claimed], await claims.scope_ids(claimed)
-        columns |= {"key": keys, "scope": scopes}
-        arrays = {
-            "keys": keys,
-            "scopes": scopes,
-            "fingerprints": [claim.fingerprint for claim in claimed],
-            "canonicals": [claim.canonical for claim in claimed],
-            "expires": [claim.expires for claim in claimed],
-        }
+    more: dict[str, Any] = {}
+    if begun := [write.claim for write in kind if write.claim is not None]:
+        scopes = await claims.scope_ids(begun)
+        columns |= {"key": [claim.key for claim in begun], "scope": scopes}
+        more = {"claims": claimed(begun, scopes)}
     if len(kind) == 1:
-        return f"{name}:one", {column: value for column, (value,) in columns.items()} | arrays
-    return name, columns | arrays
+        return f"{name}:one", {column: value for column, (value,) in columns.items()} | more
+    return name, columns | more
 
 
 def _answered(claims: PostgresClaims, answer: PGresult, kind: Sequence[Write]) -> dict[Write, Answer]:
     if kind and kind[0].statement == BEGIN_SAGAS:
-        return dict(zip(kind, begun(answer, [write.identity[0] for write in kind]), strict=True))
+        return dict(zip(kind, begun_sagas(answer, [write.identity[0] for write in kind]), strict=True))
     answers = {(key, step): int(value) for key, step, value in claims.rows(answer)} if kind else {}
     return {write: value for write in kind if (value := answers.get(write.identity)) is not None}
 

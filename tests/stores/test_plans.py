@@ -12,7 +12,9 @@ import pytest
 from psycopg import sql
 
 from idemconsumer.admin.dead_letters import Which
+from idemconsumer.ports.store import Claim
 from idemconsumer.sql.queries import load
+from idemconsumer.stores.columns import claimed
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.migrations import migrate
 from tests.support.ledger import SCHEMA, Ledger
@@ -35,8 +37,7 @@ def params(name: str) -> Mapping[str, Any]:
         "finish_steps": {**step, "overlapped": False, "output": b"{}", "content_type": "json"},
         "end_sagas": {**holder, "final": 3, "result": b"{}", "content_type": "json", "status": 200, "sent": None},
     }  # fmt: skip
-    claims = {"scopes": [1] * GROUP, "fingerprints": [None] * GROUP, "canonicals": [None] * GROUP}
-    claims["expires"] = [None] * GROUP
+    claims = {"claims": claimed([Claim(key, "", None) for key in keys], [1] * GROUP)}
     results = {"bodies": [b"{}"] * GROUP, "types": ["json"] * GROUP, "statuses": None, "headers": None}
     saga = {"key": keys[0], "worker": 1}
     taking = {
@@ -50,7 +51,7 @@ def params(name: str) -> Mapping[str, Any]:
         "open": opening,
         "open_sealed": {**opening, "session": ""},
         "seal": {"seal": "t"},
-        "claim": {**many, **claims, "state": 3},
+        "claim": {**claims, "state": 3},
         "store_results": {**many, **results},
         "forget_attempts": many,
         "take": {"names": ["q"], "limits": [10], "bytes": 1_000_000, "most": 1_000_000, "visibility": 10.0, "taker": 1},
@@ -96,7 +97,7 @@ def params(name: str) -> Mapping[str, Any]:
             for name, row in rows.items()
         },
     }
-    return {**each[name], **(many | claims if name.startswith("begin_sagas") else {})}
+    return {**each[name], **(claims if name.startswith("begin_sagas") else {})}
 
 
 HOT = [
@@ -270,9 +271,8 @@ async def test_what_a_kept_plan_could_make_a_scan_is_not_prepared(store: Postgre
 @pytest.mark.parametrize("mode", ["auto", "force_generic_plan"])
 def test_the_claim_keeps_no_plan_that_scans_a_full_table(shared_ledger: Ledger, mode: str) -> None:
     claim = (
-        "select * from idemconsumer.claim(%s, array_fill(1, array[cardinality(%s::bytea[])]), "
-        "array_fill(null::bytea, array[cardinality(%s::bytea[])]), "
-        "array_fill(null::bytea, array[cardinality(%s::bytea[])]), null, 3::smallint, true)"
+        "select * from idemconsumer.claim(array(select row(key, 1, null, null, null, false, null, false)"
+        "::idemconsumer.claim from unnest(%s::bytea[]) as key), 3::smallint, true)"
     )
     with psycopg.connect(shared_ledger.dsn) as connection:
         for table in ("record", "result"):
@@ -283,8 +283,8 @@ def test_the_claim_keeps_no_plan_that_scans_a_full_table(shared_ledger: Ledger, 
         connection.commit()
         for _ in range(8):  # PL/pgSQL keeps plans as prepared statements do
             new = [secrets.token_bytes(32) for _ in range(GROUP)]
-            connection.execute(claim, [new] * 4)
-            connection.execute(claim, [new] * 4)  # all of them there: the reading is planned as well
+            connection.execute(claim, [new])
+            connection.execute(claim, [new])  # all of them there: the reading is planned as well
             connection.rollback()
 
         with psycopg.connect(shared_ledger.dsn) as other:
@@ -297,7 +297,7 @@ def test_the_claim_keeps_no_plan_that_scans_a_full_table(shared_ledger: Ledger, 
         connection.rollback()
         scans = "select seq_scan from pg_stat_xact_user_tables where schemaname = 'idemconsumer' and relname = %s"
         before = {table: connection.execute(scans, [table]).fetchone() for table in ("record", "result")}
-        found = connection.execute(claim, [keys + [key for (key,) in there]] * 4).fetchall()
+        found = connection.execute(claim, [keys + [key for (key,) in there]]).fetchall()
         assert {row[0] for row in found} == {key for (key,) in there}
         assert all(row[1] == 3 and row[3] is not None for row in found)
         after = {table: connection.execute(scans, [table]).fetchone() for table in ("record", "result")}
@@ -307,7 +307,10 @@ def test_the_claim_keeps_no_plan_that_scans_a_full_table(shared_ledger: Ledger, 
 
 @pytest.mark.parametrize("mode", ["auto", "force_generic_plan"])
 def test_requests_keep_no_plan_that_scans_a_full_table(shared_ledger: Ledger, mode: str) -> None:
-    claim = "select * from idemconsumer.claim_request(%s, 1, null, null, null, %s)"
+    claim = (
+        "select (c.missed).*, c.token, c.free from idemconsumer.claim_request("
+        "array[row(%s, 1, null, null, null, false, null, false)::idemconsumer.claim], %s) as c"
+    )
     complete = "select idemconsumer.complete_request(%s, %s, 3::smallint, '', 'json', 200::smallint, null)"
     scans = "select relname, seq_scan from pg_stat_xact_user_tables where schemaname = 'idemconsumer' order by 1"
     tables = ("record", "request", "result", "worker")

@@ -12,6 +12,7 @@ from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark
+from idemconsumer.stores.columns import claimed
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.signals import Signal
@@ -91,9 +92,9 @@ async def test_what_else_refers_to_a_scope_keeps_it(ledger: Ledger, store: Postg
 
 async def claim_at_once(connection: psycopg.AsyncConnection, key: str, scope: int) -> None:
     """As that of a saga, in a scope that it has looked up at some time."""
-    claim = "select idemconsumer.claim(array[%s::bytea], array[%s], array[null::bytea], null, null, 3::smallint, false)"
+    claim = "select idemconsumer.claim(%s::idemconsumer.claim[], 3::smallint, false)"
     await connection.execute("select set_config('idemconsumer.open', 'o', true)")
-    await connection.execute(claim, [key.encode(), scope])
+    await connection.execute(claim, [claimed([Claim(key.encode(), "", None)], [scope])])
 
 
 async def test_a_claim_brings_its_scope_back_and_is_waited_for_by_nobody(ledger: Ledger) -> None:

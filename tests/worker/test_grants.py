@@ -346,7 +346,7 @@ async def test_a_producer_sends_and_reads_nothing(bench: Bench, made: Made) -> N
         "delete from idemconsumer.queue",
         "insert into idemconsumer.queue (name, body, deliveries) values ('q', '', 5)",
         "insert into idemconsumer.signal (key, name, scope_id, sent_at) values ('', 'n', 1, now())",
-        "select idemconsumer.claim(array[''::bytea], array[1], array[''::bytea], null, null, 3::smallint, true)",
+        "select idemconsumer.claim('{}'::idemconsumer.claim[], 3::smallint, true)",
     )
 
 
