@@ -24,7 +24,7 @@ from idemconsumer.message import codecs
 from idemconsumer.ports.arguments import Tx
 from idemconsumer.rules.progress import Progress, progress
 from idemconsumer.rules.values import Record, State
-from idemconsumer.rules.verdicts import Verdict, contention_pause, judge
+from idemconsumer.rules.verdicts import Verdict, contention_pause
 from idemconsumer.settings import Settings
 from idemconsumer.stores.acceptance import Acceptance, AcceptedStanding, accept_in
 from idemconsumer.stores.grants import Kind
@@ -193,7 +193,7 @@ async def _until_known(accept: Callable[[], Awaitable[Record | None]], patience:
 def _told(standing: Record | None, acceptance: Acceptance) -> Accepted:
     if standing is None:
         return Accepted(Progress.PENDING, new=True)
-    if judge(standing, acceptance.claim.fingerprint, acceptance.claim.canonical) is Verdict.CONFLICT:
+    if acceptance.claim.judge(standing) is Verdict.CONFLICT:
         return Accepted(progress(standing.state), conflict=True)
     return _found(AcceptedStanding(standing.state, standing.result))
 

@@ -36,7 +36,7 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.tracing import Tracing
 from idemconsumer.rules.habits import Habits
-from idemconsumer.rules.values import Outcome, OutcomeKind, Record, State
+from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.rules.verdicts import Verdict
 from idemconsumer.stores.claims import PostgresClaims
 from idemconsumer.stores.joined import PostgresStore
@@ -259,7 +259,7 @@ class Groups:
                 outcomes.append(final(OutcomeKind.APPLIED, work, State.COMPLETED, results.get(work.key)))
             else:
                 first = leaders[work.key].claim
-                left = Record(State.COMPLETED, first.fingerprint, results.get(work.key), first.canonical)
+                left = first.record(State.COMPLETED, results.get(work.key))
                 outcomes.append(await self._endings.replay(work, left))
         return outcomes
 

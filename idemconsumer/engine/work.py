@@ -20,7 +20,7 @@ from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.ports.tracing import Processing, Tracing
 from idemconsumer.rules.values import Found, Record, State
-from idemconsumer.rules.verdicts import Verdict, judge
+from idemconsumer.rules.verdicts import Verdict
 
 
 class Suspicion(Enum):
@@ -243,7 +243,7 @@ class Work:
         """What its record, or whoever holds its key, says about it. A message that says that it was accepted is what a
         PENDING record waits for, until its own claim tells otherwise (H46)."""
         awaited = self.pending is not None or (self.claim.token is not None and not self.stray)
-        return judge(found, self.claim.fingerprint, self.claim.canonical, pending=awaited)
+        return self.claim.judge(found, pending=awaited)
 
     def may_be_awaited(self, record: Record) -> bool:
         """Whether only its own claim tells if this record waits for it."""

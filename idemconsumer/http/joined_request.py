@@ -183,7 +183,7 @@ class Joined:
     async def _copy(self, claim: Claim, state: State, result: StoredResult, asked_at: float) -> None:
         """Only of what is committed. `asked_at`: before its claim, from which on its record expires."""
         if self._copies is not None:
-            await self._copies.keep(claim, Record(state, claim.fingerprint, result, claim.canonical), asked_at)
+            await self._copies.keep(claim, claim.record(state, result), asked_at)
 
     async def _stored(self, claim: Claim, result: StoredResult) -> Record | None:
         while True:

@@ -8,9 +8,11 @@ from typing import Protocol
 
 import msgspec
 
-from idemconsumer.message.message import Message
+from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.arguments import Tx
 from idemconsumer.rules.habits import Habits
+from idemconsumer.rules.values import Found, Record, State
+from idemconsumer.rules.verdicts import Verdict, judge
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -38,6 +40,14 @@ class Claim(msgspec.Struct, frozen=True):
         """What the database is given of it, as the type `claim` in migrations/0001 has it. `scope`: the id."""
         stored = (self.key, scope, self.fingerprint, self.canonical, self.expires)
         return (*stored, self.pending, self.token, self.shown)
+
+    def judge(self, found: Found, *, pending: bool = False) -> Verdict:
+        """As `rules.verdicts.judge`, of what was found in its place."""
+        return judge(found, self.fingerprint, self.canonical, pending=pending)
+
+    def record(self, state: State, result: StoredResult | None = None) -> Record:
+        """What others find once this is committed."""
+        return Record(state, self.fingerprint, result, self.canonical)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from idemconsumer.ports.arguments import Child, Duration, OnExisting, Tx
 from idemconsumer.ports.leased_saga import Kinship, LeasedSaga
 from idemconsumer.rules.saga import CHILD, CONFLICT, EXISTS
 from idemconsumer.rules.values import State, StepKind
-from idemconsumer.rules.verdicts import Verdict, judge
+from idemconsumer.rules.verdicts import Verdict
 from idemconsumer.sagas.step import StepSpec, WaitSpec, step_key
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.open_steps import PostgresStep
@@ -63,7 +63,7 @@ class StartSpec(StepSpec):
         check_circle(self.name, child.id, await opened.kinship(its.key))
         begun = await opened.start_child(its, None if self.joins else self._queued(child))
         for each in begun.found:
-            if judge(each, its.fingerprint, its.canonical) is Verdict.CONFLICT:
+            if its.judge(each) is Verdict.CONFLICT:
                 raise Reject(CONFLICT, {"child": its.key.hex()})
         if not self.joins and not begun.is_new:
             raise Reject(EXISTS, {"child": its.key.hex()})

@@ -268,7 +268,7 @@ class LeasedEngine:
                 return found
             work.claimed(found)
             claim = message.claim
-            if isinstance(found, Record) and judge(found, claim.fingerprint, claim.canonical) is Verdict.BUSY:
+            if isinstance(found, Record) and claim.judge(found) is Verdict.BUSY:
                 if not work.of_saga.noted:
                     work.of_saga.noted = True
                     await self._leases.note(work.key, "redelivered", f"{work.message.source} {work.message.position}")

@@ -61,7 +61,7 @@ class HybridRequests:
             return stored
         if stored:
             state = State.FAILED if failed else State.COMPLETED
-            record = Record(state, held.claim.fingerprint, result, held.claim.canonical)
+            record = held.claim.record(state, result)
             await self.copies.keep(held.claim, record, mine.asked_at)
         else:
             await self.copies.lift(held.claim, mine.look)

@@ -26,7 +26,7 @@ from idemconsumer.redaction import error_text, typed_text
 from idemconsumer.rules.doubt import Meaning, meaning
 from idemconsumer.rules.recent import Recent
 from idemconsumer.rules.values import ENDED, Record, State
-from idemconsumer.rules.verdicts import Verdict, judge
+from idemconsumer.rules.verdicts import Verdict
 from idemconsumer.stores.answers import claimed_request, moment, taken_request
 from idemconsumer.stores.claims import transaction
 from idemconsumer.stores.columns import Statement, claimed, kept_row
@@ -160,7 +160,7 @@ class PostgresRequests:
         if losses != self._losses:
             self._doubt(claim.key, worker)
             raise StoreUnavailable("the lease of this process was lost as the key was claimed")
-        record = Record(State.PROCESSING, claim.fingerprint, canonical=claim.canonical)
+        record = claim.record(State.PROCESSING)
         self._held[claim.key] = _Mine(found.token, record, lost)
         return found
 
@@ -178,7 +178,7 @@ class PostgresRequests:
             return Running()
         if record.state in ENDED:
             return record
-        if free is None or judge(record, claim.fingerprint, claim.canonical) is not Verdict.BUSY:
+        if free is None or claim.judge(record) is not Verdict.BUSY:
             return Running(record, lost=free is not None)
         taken = await self._commit(("take_request", {"key": claim.key, "worker": worker, "free": free, "again": again}))
         if not taken.ntuples:

@@ -18,7 +18,7 @@ from idemconsumer.ports.requests import Running
 from idemconsumer.ports.store import Claim
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.values import Record, State
-from idemconsumer.rules.verdicts import Verdict, judge
+from idemconsumer.rules.verdicts import Verdict
 from idemconsumer.stores.redis.redis_client import Redises
 from idemconsumer.stores.redis.redis_records import encode_copy, read_copy
 from idemconsumer.stores.redis.scripts import FORGET, KEEP, LOOK, UNMARK, Script, Scripts
@@ -58,7 +58,7 @@ class Copies:
 
     async def look(self, claim: Claim) -> CopyLook:
         """Before Postgres is asked about this claim. The copy may be of another fingerprint."""
-        running = Record(State.PROCESSING, claim.fingerprint, canonical=claim.canonical)
+        running = claim.record(State.PROCESSING)
         mark = _MARK + secrets.token_bytes(_NONCE) + encode_copy(running)
         try:
             found = await self._run(LOOK, claim.key, mark, max(1, int(self._marked * 1000)))
@@ -70,7 +70,7 @@ class Copies:
         if found.startswith(_COPY):
             return CopyLook(read_copy(found[1:]))
         record = read_copy(found[1 + _NONCE :])
-        if record is None or judge(record, claim.fingerprint, claim.canonical) is Verdict.CONFLICT:
+        if record is None or claim.judge(record) is Verdict.CONFLICT:
             return CopyLook(None)  # which of both is on record, Postgres knows
         return CopyLook(Running(record))
 

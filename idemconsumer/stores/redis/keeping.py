@@ -76,7 +76,7 @@ class Keeper:
         if (mine := self._mine.get(key)) is None:
             return None
         claim = mine.held.claim
-        return Record(State.PROCESSING, claim.fingerprint, canonical=claim.canonical)
+        return claim.record(State.PROCESSING)
 
     def drop(self, held: Held) -> None:
         """It is ended, or another one has it: it is not renewed any more."""
