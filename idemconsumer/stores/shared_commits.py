@@ -9,7 +9,6 @@ for locks where it must and raises the reason. So one saga's failure never affec
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final
@@ -25,8 +24,7 @@ from idemconsumer.stores.answers import begun as begun_sagas
 from idemconsumer.stores.claims import PostgresClaims, transaction
 from idemconsumer.stores.columns import Statement, claimed
 from idemconsumer.stores.pool import Pool
-from idemconsumer.stores.sharing import OTHERS, PARTY
-from idemconsumer.user_code.cancellation import until_done
+from idemconsumer.stores.together import Together
 
 BEGIN_SAGAS: Final = "begin_sagas"
 BEGIN_STEPS: Final = "begin_steps"
@@ -141,12 +139,11 @@ class SharedCommits:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._queue: dict[Write, asyncio.Future[Answer]] = {}
-        self._running: asyncio.Task[None] | None = None
+        self._together = Together(self._flush, _next_group, commits=True)
 
     async def begin(self, write: Write) -> int | Record | Mark:
         """Commit the claim of a saga: its token, or what was found instead."""
-        answer = await self._write(write)
+        answer = await self._together.ask(write)
         if answer is None:
             async with transaction(self._pool, group=1) as claims:
                 answer = (await commit(claims, [write]))[write]
@@ -155,66 +152,26 @@ class SharedCommits:
 
     async def write(self, saga: LeasedSaga, write: Write) -> int:
         """Commit a write of a saga that is held. Raises Fenced, and SagaCancelled as `see_whole`."""
-        answer = await self._write(write)
+        answer = await self._together.ask(write)
         if answer is None:
             async with transaction(self._pool, group=1) as claims:
                 answer = await _alone(claims, saga, write)
         assert isinstance(answer, int)
         return answer
 
-    async def _write(self, write: Write) -> Answer:
-        """Commit `write` together with whatever else is waiting; returns once the outcome is known.
-
-        None: it was not written, and must be done alone. Raises StoreUnavailable when nothing was written, and
-        CommitUnknown when the answer to its COMMIT was lost. If cancelled while it waits for its turn, the write is
-        withdrawn; if cancelled later, it finishes first, as every commit does (J4).
-        """
-        waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._queue[write] = waiting
-        if self._running is None:
-            self._running = asyncio.create_task(self._run())
-        cancelled: asyncio.CancelledError | None = None
-        while not waiting.done():
-            try:
-                await until_done(waiting)
-            except asyncio.CancelledError as error:
-                if self._queue.pop(write, None) is not None:
-                    raise
-                cancelled = error
-        if cancelled is not None:
-            waiting.exception()
-            raise cancelled
-        return waiting.result()
-
-    async def _run(self) -> None:
-        PARTY.set(OTHERS)  # it is for all handlers, whoever began it
+    async def _flush(self, writes: Sequence[Write]) -> list[Answer]:
+        """One transaction, always with a group's short lock_timeout, so that no row delays the others for long. None:
+        it was not written, and must be done alone. Raises StoreUnavailable when nothing was written, and CommitUnknown
+        when the answer to its COMMIT was lost."""
         try:
-            while self._queue:
-                await self._flush({write: self._queue.pop(write) for write in _next_group(self._queue)})
-        finally:
-            self._running = None
-            left, self._queue = self._queue, {}  # the loop is being closed
-            _fail(left, StoreUnavailable, "the process is ending")
-
-    async def _flush(self, group: Mapping[Write, asyncio.Future[Answer]]) -> None:
-        try:
-            answers = await self._commit(sorted(group, key=_IDENTITY))
-        except (StoreUnavailable, CommitUnknown) as error:
-            _fail(group, type(error), str(error))
-            return
-        except Exception as error:  # noqa: BLE001 - each transaction of its own will show which write failed
-            log.info("shared commit failed, writing each one alone", writes=len(group), error=type(error).__name__)
-            answers = {}
-        except BaseException:
-            _fail(group, CommitUnknown, "the process is ending")
+            async with transaction(self._pool, group=max(2, len(writes))) as claims:
+                answers = await commit(claims, sorted(writes, key=_IDENTITY))
+        except (StoreUnavailable, CommitUnknown):
             raise
-        for write, waiting in group.items():
-            waiting.set_result(answers.get(write))
-
-    async def _commit(self, writes: Sequence[Write]) -> dict[Write, Answer]:
-        """One transaction, always with a group's short lock_timeout, so that no row delays the others for long."""
-        async with transaction(self._pool, group=max(2, len(writes))) as claims:
-            return await commit(claims, writes)
+        except Exception as error:  # noqa: BLE001 - each transaction of its own will show which write failed
+            log.info("shared commit failed, writing each one alone", writes=len(writes), error=type(error).__name__)
+            answers = {}
+        return [answers.get(write) for write in writes]
 
 
 def _next_group(queue: Iterable[Write]) -> list[Write]:
@@ -240,10 +197,3 @@ def _next_group(queue: Iterable[Write]) -> list[Write]:
         if len(group) == _MOST_WRITES:
             break
     return group
-
-
-def _fail(
-    group: Mapping[Write, asyncio.Future[Answer]], kind: type[StoreUnavailable | CommitUnknown], text: str
-) -> None:
-    for waiting in group.values():  # a separate exception for each, since each is raised in a different task
-        waiting.set_exception(kind(text))

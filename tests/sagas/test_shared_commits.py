@@ -407,7 +407,7 @@ async def test_nobody_waits_for_ever_when_the_loop_is_being_closed(bench: Bench,
     holdings = await begin_all(one, 2)
     async with full(one):
         writes = await lined_up(*(intend(one, holding) for holding in holdings))
-        running = one.leases._shared._running
+        running = one.leases._shared._together._running
         assert running is not None
         running.cancel()
         ends = await either(*writes)
