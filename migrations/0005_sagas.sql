@@ -218,58 +218,6 @@ comment on column {schema}.signal.key is 'Of the saga, which need not have begun
 comment on column {schema}.signal.id is 'Their order';
 comment on column {schema}.signal.body is 'Null: it has no payload';
 
--- Begins a wait, or looks whether one that was begun is over (L40): by the oldest signal of its name, which is taken with
--- it, or else by its end, which was computed once. No row: fenced, or it was over already. While it waits, `position` is
--- null and `left_s` the seconds until its end. When it is over, the waits of `closes` are gone (L74).
-create function {schema}.await_step(key bytea, token bigint, worker bigint, phase smallint, name text,
-    seconds double precision, signal text, overlapped boolean, closes text[], timed_out bytea, timed_out_type text)
-returns table (state smallint, overlapped_now boolean, "position" bigint, output bytea, content_type text,
-    left_s double precision)
-language plpgsql set enable_seqscan = off as $$
-#variable_conflict use_column
-declare
-    began {schema}.step;
-    given {schema}.signal;
-begin
-    perform 1 from {schema}.saga as s
-    where s.key = await_step.key and s.token = await_step.token and s.worker = await_step.worker
-      and s.state = await_step.phase
-    for share;
-    if not found then
-        return;
-    end if;
-    insert into {schema}.step (key, name, kind, state, has_undo, overlapped, token, started_at, until, signal)
-    values (await_step.key, await_step.name, 1, 2, false, await_step.overlapped, await_step.token, clock_timestamp(),
-        clock_timestamp() + make_interval(secs => await_step.seconds), await_step.signal)
-    on conflict (key, name) do update set overlapped = step.overlapped or excluded.overlapped
-    where step.position is null and step.until is not null
-    returning * into began;
-    if began.until is null then
-        return;
-    end if;
-    delete from {schema}.signal as g
-    where g.key = began.key and g.name = began.signal and g.id = (
-        -- FOR UPDATE, so that a wait of another branch goes on to the next signal, and does not end without one.
-        select o.id from {schema}.signal as o where o.key = began.key and o.name = began.signal order by o.id limit 1
-        for update)
-    returning * into given;
-    if given.id is not null or began.until <= clock_timestamp() then
-        update {schema}.step as s
-        set state = case when given.id is null and began.signal is not null then 3 else 2 end, token = await_step.token,
-            position = nextval('{schema}.saga_token'), finished_at = clock_timestamp(),
-            output = case when given.id is not null then given.body
-                          when began.signal is not null then await_step.timed_out end,
-            content_type = case when given.id is not null then given.content_type
-                                when began.signal is not null then await_step.timed_out_type end
-        where s.key = began.key and s.name = began.name
-        returning * into began;
-        delete from {schema}.step as s where s.key = began.key and s.name = any (closes) and s.position is null;
-    end if;
-    return query select began.state, began.overlapped, began.position, began.output, began.content_type,
-        greatest(0, extract(epoch from began.until - clock_timestamp()))::double precision;
-end
-$$;
-
 -- At the COMMIT of whoever sent a signal, so that nobody waits for the rest of that transaction. With the rights of its
 -- owner, since a sender need not be able to read sagas: it looks whether one waits. Before Postgres 18 a deferred trigger
 -- runs as the role that commits.
@@ -513,9 +461,12 @@ create constraint trigger tell_parent after update of ended on {schema}.child
     deferrable initially deferred for each row when (new.ended and not old.ended)
     execute function {schema}.tell_parent();
 
--- As `await_step`, for the end of a child (L48). What is recorded says which: `signal` is its key.
-create function {schema}.await_child(key bytea, token bigint, worker bigint, phase smallint, name text,
-    seconds double precision, child bytea, overlapped boolean, closes text[], timed_out bytea, timed_out_type text,
+-- Begins a wait, or looks whether one that was begun is over (L40): by the oldest signal of its name, which is taken with
+-- it, by the end of a child (L48), or else by its end, which was computed once. What is recorded says which: `signal` is the
+-- name of one, or the key of a child. No row: fenced, or it was over already. While it waits, `position` is null and
+-- `left_s` the seconds until its end. When it is over, the waits of `closes` are gone (L74).
+create function {schema}.await_step(key bytea, token bigint, worker bigint, phase smallint, name text,
+    seconds double precision, signal text, overlapped boolean, closes text[], timed_out bytea, timed_out_type text,
     conflict bytea, conflict_type text)
 returns table (state smallint, overlapped_now boolean, "position" bigint, output bytea, content_type text,
     left_s double precision)
@@ -523,34 +474,48 @@ language plpgsql set enable_seqscan = off as $$
 #variable_conflict use_column
 declare
     began {schema}.step;
+    given {schema}.signal;
     its {schema}.child;
 begin
     perform 1 from {schema}.saga as s
-    where s.key = await_child.key and s.token = await_child.token and s.worker = await_child.worker
-      and s.state = await_child.phase
+    where s.key = await_step.key and s.token = await_step.token and s.worker = await_step.worker
+      and s.state = await_step.phase
     for share;
     if not found then
         return;
     end if;
     insert into {schema}.step (key, name, kind, state, has_undo, overlapped, token, started_at, until, signal)
-    values (await_child.key, await_child.name, 1, 2, false, await_child.overlapped, await_child.token, clock_timestamp(),
-        clock_timestamp() + make_interval(secs => await_child.seconds), 'child:' || encode(await_child.child, 'hex'))
+    values (await_step.key, await_step.name, 1, 2, false, await_step.overlapped, await_step.token, clock_timestamp(),
+        clock_timestamp() + make_interval(secs => await_step.seconds), await_step.signal)
     on conflict (key, name) do update set overlapped = step.overlapped or excluded.overlapped
     where step.position is null and step.until is not null
     returning * into began;
     if began.until is null then
         return;
     end if;
-    select * into its from {schema}.child as c
-    where c.parent = began.key and 'child:' || encode(c.key, 'hex') = began.signal and c.ended;
-    if its.key is not null or began.until <= clock_timestamp() then
+    if starts_with(began.signal, 'child:') then
+        select * into its from {schema}.child as c
+        where c.parent = began.key and 'child:' || encode(c.key, 'hex') = began.signal and c.ended;
+    else
+        delete from {schema}.signal as g
+        where g.key = began.key and g.name = began.signal and g.id = (
+            -- FOR UPDATE, so that a wait of another branch goes on to the next signal, and does not end without one.
+            select o.id from {schema}.signal as o where o.key = began.key and o.name = began.signal order by o.id limit 1
+            for update)
+        returning * into given;
+    end if;
+    if given.id is not null or its.key is not null or began.until <= clock_timestamp() then
         update {schema}.step as s
-        set state = case when its.state = 3 then 2 else 3 end, token = await_child.token,
-            position = nextval('{schema}.saga_token'), finished_at = clock_timestamp(),
-            output = case when its.key is null then await_child.timed_out
-                          when its.state is null then await_child.conflict else its.body end,
-            content_type = case when its.key is null then await_child.timed_out_type
-                                when its.state is null then await_child.conflict_type else its.content_type end
+        set state = case when given.id is not null or its.state = 3 or began.signal is null then 2 else 3 end,
+            token = await_step.token, position = nextval('{schema}.saga_token'), finished_at = clock_timestamp(),
+            output = case when given.id is not null then given.body
+                          when its.state is not null then its.body
+                          when its.key is not null then await_step.conflict
+                          when began.signal is not null then await_step.timed_out end,
+            content_type = case when given.id is not null then given.content_type
+                                when its.state is not null then its.content_type
+                                when its.key is not null then await_step.conflict_type
+                                when began.signal is not null then await_step.timed_out_type end
         where s.key = began.key and s.name = began.name
         returning * into began;
         delete from {schema}.step as s where s.key = began.key and s.name = any (closes) and s.position is null;

@@ -237,9 +237,7 @@ with recursive {owners}, {versions}
 -- (L32). SKIP LOCKED passes over sagas with an open step, since the owner may still be alive (L2). Handlers of other apps
 -- may have the same name (L18).
 with recursive {owners}, {versions}, lost as materialized (
-    select o.worker from owner as o where o.worker <> %(worker)s
-      and not exists (select from {schema}.worker as w
-          where w.id = o.worker and w.until >= clock_timestamp() and w.until <= clock_timestamp() + w.lease)
+    select s.worker from owner as s where s.worker <> %(worker)s and not {held}
 ), own as materialized (
     select one.* from unnest(%(unheld)s::bytea[], %(tokens)s::bigint[]) as u (key, token)
     cross join lateral (
@@ -353,7 +351,7 @@ select {schema}.finish_step(%(seal)s, %(key)s, %(name)s, %(state)s::smallint, %(
 -- name: await_step
 -- See the function.
 select * from {schema}.await_step(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(name)s, %(seconds)s, %(signal)s,
-    %(overlapped)s, %(closes)s::text[], %(timed_out)s, %(timed_out_type)s)
+    %(overlapped)s, %(closes)s::text[], %(timed_out)s, %(timed_out_type)s, %(conflict)s, %(conflict_type)s)
 
 -- name: pause_saga
 -- See the function.
@@ -362,10 +360,6 @@ select {schema}.pause_saga(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, 
 -- name: start_child
 -- See the function.
 select * from {schema}.start_child(%(key)s, (%(claims)s::{schema}.claim[])[1], %(queue)s, %(given)s)
-
--- name: await_child
-select * from {schema}.await_child(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(name)s, %(seconds)s, %(child)s,
-    %(overlapped)s, %(closes)s::text[], %(timed_out)s, %(timed_out_type)s, %(conflict)s, %(conflict_type)s)
 
 -- name: kinship
 -- L65. Whether a saga that has not ended has started this one, directly or through others; each saga has started itself.

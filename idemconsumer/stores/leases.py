@@ -291,14 +291,13 @@ class PostgresLeases:
         over, for so many seconds. With `child`, the stored key of one that was started, it waits for its end. When it
         is over, the waits of `closes` are gone (L74)."""
         timed_out = codecs.encode_rejection(SIGNAL_TIMEOUT, {"signal": signal})
-        given = {"name": name, "seconds": seconds, "overlapped": overlapped, "closes": list(closes)}
+        given = {"name": name, "seconds": seconds, "overlapped": overlapped, "closes": list(closes), "signal": signal}
         given |= {"timed_out": timed_out.body, "timed_out_type": timed_out.content_type}
-        if child is None:
-            row = await self._at_once("await_step", saga, signal=signal, **given)
-        else:
+        given |= dict.fromkeys(("conflict", "conflict_type"))
+        if child is not None:
             conflict = codecs.encode_rejection(CONFLICT, {"child": child.hex()})  # its key began with another payload
-            given |= {"child": child, "conflict": conflict.body, "conflict_type": conflict.content_type}
-            row = await self._at_once("await_child", saga, **given)
+            given |= {"conflict": conflict.body, "conflict_type": conflict.content_type}
+        row = await self._at_once("await_step", saga, **given)
         state, overlapped, position, output, content_type, left = row
         if position is None:
             return float(left)
