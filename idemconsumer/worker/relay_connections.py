@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import psycopg
 
+from idemconsumer.brokers.publishers import Publishers
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.redaction import error_text
 from idemconsumer.sql.answering import AnsweringConnection
@@ -31,49 +31,27 @@ class Connections:
     def __init__(self, dsn: str, schema: str) -> None:
         self._dsn = dsn
         self._schema = schema
-        self._places = asyncio.Semaphore(MOST)
-        self._idle: list[tuple[float, Connection]] = []  # since when, oldest first
+        self._few = Publishers(self._connect, MOST, _IDLE)
+        self.close_idle = self._few.close_idle
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Connection]:
         """For the caller alone. It is closed after an error. Raises StoreUnavailable for an outage; what else the
         database refuses is raised as it is, since nobody else may meet it."""
-        async with self._places:
-            connection = None
-            try:
-                connection = self._idle.pop()[1] if self._idle else await self._connect()
+        try:
+            async with self._few.one() as connection:
                 yield connection
-            except psycopg.Error as error:
-                await _close(connection)
-                if error.sqlstate is None or error.sqlstate.startswith(_OUTAGES):
-                    raise StoreUnavailable(error_text(error)) from error
-                raise (misconfigured(error, self._schema) or error) from error.__cause__
-            except BaseException:
-                await _close(connection)
-                raise
-            self._idle.append((asyncio.get_running_loop().time(), connection))
-        await self.close_idle()
-
-    async def close_idle(self) -> None:
-        """Close those that nobody has used for a while."""
-        until = asyncio.get_running_loop().time() - _IDLE
-        old = [connection for since, connection in self._idle if since <= until]
-        self._idle = [(since, connection) for since, connection in self._idle if since > until]
-        for connection in old:
-            await _close(connection)
+        except psycopg.Error as error:
+            if error.sqlstate is None or error.sqlstate.startswith(_OUTAGES):
+                raise StoreUnavailable(error_text(error)) from error
+            raise (misconfigured(error, self._schema) or error) from error.__cause__
 
     async def close(self) -> None:
         """Those that nobody uses; to be called once nobody does."""
-        while self._idle:
-            await _close(self._idle.pop()[1])
+        await self._few.close_idle(0.0)
 
     async def _connect(self) -> Connection:
         try:
             return await connect_async(self._dsn, _SETTINGS, purpose="outbox", connect_timeout=5)
         except (psycopg.Error, OSError) as error:
             raise StoreUnavailable(error_text(error)) from error
-
-
-async def _close(connection: Connection | None) -> None:
-    if connection is not None:
-        await connection.close()
