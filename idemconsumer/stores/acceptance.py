@@ -10,16 +10,16 @@ from typing import Any
 import psycopg
 from psycopg import pq
 
-from idemconsumer.errors import ConfigurationError, Contention
+from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.message.names import StoredName
 from idemconsumer.message.origin import Pending, with_origin
 from idemconsumer.ports.store import Claim
-from idemconsumer.rules.values import Found, Mark, Record, State
+from idemconsumer.rules.values import Record, State
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.sql.queries import in_words, load
-from idemconsumer.stores.answers import moment, outcomes
+from idemconsumer.stores.answers import moment, outcomes, standing
 from idemconsumer.stores.claims import transaction
 from idemconsumer.stores.columns import Statement, claimed, read_result
 from idemconsumer.stores.pool import Pool
@@ -87,10 +87,9 @@ async def accept(pool: Pool, acceptance: Acceptance) -> Record | None:
     """
     with in_words(pool.schema):
         async with transaction(pool, group=1) as claims:
-            (found,) = await claims.claim([acceptance.claim], state=State.PENDING)
-            if (standing := _standing(found)) is None:
+            if (found := await claims.claim_one(acceptance.claim, State.PENDING)) is None:
                 await claims.complete((), (), more=acceptance.statements())
-            return standing
+            return found
 
 
 async def scope_id(pool: Pool, claim: Claim) -> int:
@@ -116,11 +115,10 @@ async def accept_in(
         given = {"claims": claimed([claim], [scope]), "state": int(State.PENDING)}
         await cursor.execute(queries["claim"], given)
         assert cursor.pgresult is not None
-        (found,) = outcomes(cursor.pgresult, [claim.key])
-        if (standing := _standing(found)) is None:
+        if (found := standing(outcomes(cursor.pgresult, [claim.key])[0])) is None:
             for name, params in acceptance.statements():
                 await cursor.execute(queries[name], params)
-        return standing
+        return found
 
 
 async def look_up(pool: Pool, key: bytes, scope: str) -> AcceptedStanding | None:
@@ -153,9 +151,3 @@ async def reject(
     async with transaction(pool, group=1) as claims:
         (answer,) = await claims.commit([("time_out", given)])
         return [key for (key,) in claims.rows(answer)]
-
-
-def _standing(found: Found) -> Record | None:
-    if found is Mark.BUSY:
-        raise Contention("a rival holds the key")
-    return found if isinstance(found, Record) else None

@@ -13,7 +13,7 @@ from psycopg.adapt import Transformer
 from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGresult
 
-from idemconsumer.errors import CommitUnknown, StoreUnavailable
+from idemconsumer.errors import CommitUnknown, Contention, StoreUnavailable
 from idemconsumer.rules.values import Found, Mark, Record, State
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.stores.columns import read_result
@@ -37,6 +37,13 @@ def outcomes(answer: PGresult, keys: Sequence[bytes]) -> list[Found]:
     if not found.keys() <= set(keys):
         raise _unclear()
     return [found.get(key, Mark.CLAIMED) for key in keys]
+
+
+def standing(found: Found) -> Record | None:
+    """What is on record of a single key; None: it was claimed. Raises Contention when a rival holds it."""
+    if found is Mark.BUSY:
+        raise Contention("a rival holds the key")
+    return found if isinstance(found, Record) else None
 
 
 def begun(answer: PGresult, keys: Sequence[bytes]) -> list[Found | int]:

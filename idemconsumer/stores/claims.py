@@ -23,10 +23,10 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.store import Claim, LoggedDeliveries, NewDeadLetter
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.habits import Habits
-from idemconsumer.rules.values import Found, State
+from idemconsumer.rules.values import Found, Record, State
 from idemconsumer.sql.answering import PATIENCE
 from idemconsumer.sql.connecting import OwnCursor
-from idemconsumer.stores.answers import loaded, outcomes
+from idemconsumer.stores.answers import loaded, outcomes, standing
 from idemconsumer.stores.checkout import Lending
 from idemconsumer.stores.columns import Statement, claimed, columns_of, dead_letter, stored_columns
 from idemconsumer.stores.literals import clean
@@ -124,6 +124,10 @@ class PostgresClaims:
             except psycopg.Error as error:
                 raise self._ours(error) from error
         return outcomes(answers[-1], [claim.key for claim in claims])
+
+    async def claim_one(self, claim: Claim, state: State) -> Record | None:
+        """None: it is ours, in this state. Raises Contention when a rival holds the key."""
+        return standing((await self.claim([claim], state=state))[0])
 
     async def _opened(self, opening: Callable[[], bytes], at: int) -> list[PGresult]:
         """Open the transaction: the answers, of which that `at` tells about the session.

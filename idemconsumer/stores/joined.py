@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
 
-from idemconsumer.errors import Contention, Fenced
+from idemconsumer.errors import Fenced
 from idemconsumer.message.delivered import storable_text
 from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.message.origin import Pending, with_origin
 from idemconsumer.ports.store import Claim, LoggedDeliveries, NewDeadLetter, NextAttempt
-from idemconsumer.rules.values import Mark, Record, State
+from idemconsumer.rules.values import Record, State
 from idemconsumer.stores.agreed_hashing import settle_hashing
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.claims import PostgresClaims, transaction
@@ -192,10 +192,7 @@ class PostgresStore:
         was faster. Raises Contention when a rival holds the key, and Fenced when `row` is another's by now.
         """
         async with self.transaction(group=1) as claims:
-            (found,) = await claims.claim([claim], state=State.PENDING)
-            if found is Mark.BUSY:
-                raise Contention("a rival holds the key")
-            if isinstance(found, Record):
+            if (found := await claims.claim_one(claim, State.PENDING)) is not None:
                 return found
             attempts = later.attempts
             if later.error is not None:
@@ -252,12 +249,8 @@ class PostgresStore:
         """The id of the letter, 0 without one; or the record that a rival has left."""
         number = 0
         async with self.transaction(group=1) as claims:
-            if claim is not None:
-                (found,) = await claims.claim([claim], state=state)
-                if found is Mark.BUSY:
-                    raise Contention("a rival holds the key")
-                if isinstance(found, Record):
-                    return found
+            if claim is not None and (found := await claims.claim_one(claim, state)) is not None:
+                return found
             if letter is not None:
                 number = await claims.write_letter(letter, None if claim is None else claim.key)
             results = [] if claim is None or result is None else [(claim.key, result)]
