@@ -528,8 +528,9 @@ $$;
 -- Gives a saga up until one of its waits is over (L41), at no cost; the seconds until then. Null: fenced.
 -- The lock is the one that `wake` and `tell_parent` take, so a signal, or the end of a child, is either seen here, or sees
 -- that the saga waits (L42, L47). It comes before the row's, and each statement has a snapshot of its own.
--- `at_most`: the seconds until somebody has to look at it in any case (L58).
-create function {schema}.pause_saga(key bytea, token bigint, worker bigint, phase smallint, names text[],
+-- With `child` its undo waits for the end of that one. `at_most`: the seconds until somebody has to look at it in any case
+-- (L58).
+create function {schema}.pause_saga(key bytea, token bigint, worker bigint, phase smallint, names text[], child bytea,
     at_most double precision)
 returns double precision language plpgsql set enable_seqscan = off as $$
 #variable_conflict use_column
@@ -546,17 +547,24 @@ begin
     end if;
     update {schema}.saga as s
     set worker = null, stale = false, suspicion = 0, attempt = s.attempt - 1, signals = w.signals,
-        due = case when s.cancel is null then least(w.due, clock_timestamp() + make_interval(secs => at_most))
+        due = case when s.cancel is null or pause_saga.child is not null
+                   then least(w.due, clock_timestamp() + make_interval(secs => at_most))
                    else clock_timestamp() end  -- what is to be cancelled does not wait (L50)
     from (
         select min(case when t.position is not null
-                          or exists (select from {schema}.signal as g where g.key = t.key and g.name = t.signal)
+                          or exists (select from {schema}.signal as g where g.key = pause_saga.key and g.name = t.signal)
                           or starts_with(t.signal, 'child:') and exists (
                               select from {schema}.child as c
-                              where c.parent = t.key and c.ended and 'child:' || encode(c.key, 'hex') = t.signal)
+                              where c.parent = pause_saga.key and c.ended and 'child:' || encode(c.key, 'hex') = t.signal)
                         then clock_timestamp() else t.until end) as due,
             array_agg(t.signal) filter (where t.signal is not null) as signals
-        from {schema}.step as t where t.key = pause_saga.key and t.name = any (pause_saga.names)
+        from (
+            select t.position, t.until, t.signal from {schema}.step as t
+            where t.key = pause_saga.key and t.name = any (pause_saga.names)
+            union all
+            select null, clock_timestamp() + interval '100 years', 'child:' || encode(pause_saga.child, 'hex')
+            where pause_saga.child is not null
+        ) as t
     ) as w
     where s.key = pause_saga.key
     returning s.due into due;
@@ -607,33 +615,6 @@ begin
     values (stop_child.child, stop_child.body, stop_child.content_type);
     perform {schema}.copy_end(stop_child.key, stop_child.child);
     return 4;
-end
-$$;
-
--- Gives up a saga whose undo waits for the end of a child, at no cost, as `pause_saga` does. Null: fenced.
-create function {schema}.pause_undo(key bytea, token bigint, worker bigint, phase smallint, child bytea)
-returns double precision language plpgsql set enable_seqscan = off as $$
-#variable_conflict use_column
-declare
-    due timestamptz;
-begin
-    perform pg_advisory_xact_lock(('x' || encode(substring(pause_undo.key from 9 for 8), 'hex'))::bit(64)::bigint);
-    perform 1 from {schema}.saga as s
-    where s.key = pause_undo.key and s.token = pause_undo.token and s.worker = pause_undo.worker
-      and s.state = pause_undo.phase
-    for update;
-    if not found then
-        return null;
-    end if;
-    update {schema}.saga as s
-    set worker = null, stale = false, suspicion = 0, attempt = s.attempt - 1,
-        signals = array['child:' || encode(pause_undo.child, 'hex')],
-        due = clock_timestamp() + case when exists (
-            select from {schema}.child as c where c.parent = s.key and c.key = pause_undo.child and c.ended
-        ) then interval '0' else interval '100 years' end
-    where s.key = pause_undo.key
-    returning s.due into due;
-    return extract(epoch from due - clock_timestamp());
 end
 $$;
 

@@ -355,7 +355,7 @@ select * from {schema}.await_step(%(key)s, %(token)s, %(worker)s, %(phase)s::sma
 
 -- name: pause_saga
 -- See the function.
-select {schema}.pause_saga(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(names)s::text[], %(at_most)s)
+select {schema}.pause_saga(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(names)s::text[], %(child)s, %(at_most)s)
 
 -- name: start_child
 -- See the function.
@@ -377,9 +377,6 @@ select exists (select from above where key = %(child)s) and exists (select from 
 -- name: stop_child
 select {schema}.stop_child(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(child)s, %(scope)s, %(body)s,
     %(content_type)s, %(queue)s, %(given)s)
-
--- name: pause_undo
-select {schema}.pause_undo(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(child)s)
 
 -- name: send_signal
 -- See the function. In whatever transaction is open: from its COMMIT on the saga is due, if it waits for it (L42).

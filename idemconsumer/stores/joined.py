@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from datetime import datetime
 
 from idemconsumer.errors import Fenced
 from idemconsumer.message.delivered import storable_text
@@ -35,6 +34,7 @@ class PostgresStore:
         self.pool = pool
         self.most_locks = most_locks
         self._looks = Looks(pool)
+        self.cut_within, self.server_started = pool.cut_within, pool.server_started
 
     @classmethod
     async def open(
@@ -92,14 +92,6 @@ class PostgresStore:
     def full(self) -> bool:
         """Whether a transaction that is asked for here and now has to wait for a connection."""
         return self.pool.full
-
-    def cut_within(self, seconds: float) -> bool:
-        """See `Pool`."""
-        return self.pool.cut_within(seconds)
-
-    async def server_started(self) -> datetime:
-        """See `Pool`."""
-        return await self.pool.server_started()
 
     async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
         """What committed records say now. Claims nothing."""

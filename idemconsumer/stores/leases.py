@@ -306,7 +306,7 @@ class PostgresLeases:
     async def pause(self, saga: LeasedSaga, waits: Sequence[str], at_most: float | None) -> float:
         """Give it up, at no cost, until one of these waits is over, or for `at_most` seconds (L58); returns in how many
         seconds that is at the latest. It is due at once if one of their signals has come meanwhile (L42)."""
-        return float((await self._at_once("pause_saga", saga, names=list(waits), at_most=at_most))[0])
+        return float((await self._at_once("pause_saga", saga, names=list(waits), child=None, at_most=at_most))[0])
 
     async def kinship(self, key: bytes, child: bytes) -> Kinship:
         """What the saga under `child` is to the one under `key` (L65)."""
@@ -323,7 +323,7 @@ class PostgresLeases:
 
     async def pause_undo(self, saga: LeasedSaga, child: bytes) -> float:
         """As `pause`, until this child has ended."""
-        return float((await self._at_once("pause_undo", saga, child=child))[0])
+        return float((await self._at_once("pause_saga", saga, names=[], child=child, at_most=None))[0])
 
     async def complete(self, saga: LeasedSaga, state: State, result: StoredResult | None) -> None:
         """COMPLETED or FAILED, its result, and the end of the saga's row, in one commit."""

@@ -88,7 +88,7 @@ class PostgresRequests:
         self._dropping: set[bytes] = set()  # keys whose claim by this process, if there is one, is being taken back
         self._unfinished = Unfinished()
         self._recent = Recent()
-        self._looks = Looks(pool)
+        self.peek = Looks(pool).record
 
     @classmethod
     def on(
@@ -296,10 +296,6 @@ class PostgresRequests:
         key = bytes.fromhex(lost.key)
         given = {"key": key, "token": lost.token, "by": by}
         return bool((await self._commit(("lock_key", {"key": key}), ("release_lost_request", given))).ntuples)
-
-    # --------------------------------------------------------------------------------------------------------- the rest
-    async def peek(self, key: bytes) -> Record | None:
-        return await self._looks.record(key)
 
     async def _commit(self, *statements: Statement) -> PGresult:
         """As a whole transaction: the answer to the last one."""
