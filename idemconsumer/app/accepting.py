@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,16 +15,17 @@ from psycopg import AsyncConnection
 from idemconsumer.app.following import tracing_of
 from idemconsumer.app.inline import InlineRunner
 from idemconsumer.app.sending import check_via, to_send
-from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, NotReadNow, StoreUnavailable
+from idemconsumer.errors import ConfigurationError, Contention, NotReadNow, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import NO_HEADERS, BoundHandler, given_key
 from idemconsumer.message import codecs
 from idemconsumer.ports.arguments import Tx
 from idemconsumer.rules.progress import Progress, progress
 from idemconsumer.rules.values import Record, State
-from idemconsumer.rules.verdicts import Verdict, contention_pause
+from idemconsumer.rules.verdicts import Verdict
 from idemconsumer.settings import Settings
 from idemconsumer.stores.acceptance import Acceptance, AcceptedStanding, accept_in
+from idemconsumer.stores.decided import contended, decided
 from idemconsumer.stores.grants import Kind
 from idemconsumer.stores.tx import connection_of
 from idemconsumer.user_code.resources import Resources
@@ -127,8 +126,8 @@ class Accepting(ABC):
         if tx is not None:
             connection, schema = connection_of(tx), settings.schema
             storing = partial(accept_in, connection, schema, await inline.scope_id(acceptance.claim), acceptance)
-            return _told(await _until_known(storing, 0.0), acceptance)
-        return _told(await _until_known(partial(inline.accept, acceptance), _PATIENCE), acceptance)
+            return _told(await _stored(storing, 0.0), acceptance)
+        return _told(await _stored(partial(inline.accept, acceptance), _PATIENCE), acceptance)
 
     async def accepted(self, handler: Handler[..., Any], *, key: str, tenant: str | None = None) -> Accepted:
         """Return how far the message accepted under a key has come. Runs nothing.
@@ -164,30 +163,12 @@ class Accepting(ABC):
             )
 
 
-async def _until_known(accept: Callable[[], Awaitable[Record | None]], patience: float) -> Record | None:
-    """Raises StoreUnavailable when a rival holds the key for longer than `patience`: there is no record to tell of.
-    Once the answer to a COMMIT was lost it is CommitUnknown instead, whatever went wrong after that."""
-    clock = asyncio.get_running_loop().time
-    deadline, collisions, doubt = clock() + patience, 0, None
-    while True:
-        try:
-            return await accept()
-        except CommitUnknown as error:
-            if doubt is None:
-                deadline = clock() + patience  # it may have taken long to notice the loss
-            elif clock() >= deadline:
-                raise
-            doubt = error
-            continue
-        except Contention as contention:
-            if clock() >= deadline:
-                raise doubt or StoreUnavailable(f"the key cannot be claimed now: {contention}") from contention
-        except Exception as error:
-            if doubt is not None:
-                raise doubt from error
-            raise
-        collisions += 1
-        await asyncio.sleep(contention_pause(collisions, random.random()))
+async def _stored(accept: Callable[[], Awaitable[Record | None]], patience: float) -> Record | None:
+    """Raises StoreUnavailable when a rival holds the key for longer than `patience`: there is no record to tell of."""
+    try:
+        return await decided(accept, wait=patience, busy=contended, within=patience)
+    except Contention as contention:
+        raise StoreUnavailable(f"the key cannot be claimed now: {contention}") from contention
 
 
 def _told(standing: Record | None, acceptance: Acceptance) -> Accepted:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from idemconsumer.engine.blame import Telling, describe, rejection_of
 from idemconsumer.engine.dead_letter import dead_letter
 from idemconsumer.engine.evidence import Contended
 from idemconsumer.engine.failing import Failing, Subject
 from idemconsumer.engine.work import Suspicion, Work
-from idemconsumer.errors import BadMessage, CommitUnknown, ConnectionLost, Contention, Fenced, NotReadNow, Retry
+from idemconsumer.errors import BadMessage, ConnectionLost, Contention, Fenced, NotReadNow, Retry
 from idemconsumer.handlers.durations import retry_delay
 from idemconsumer.logs import log
 from idemconsumer.message import codecs
@@ -34,7 +34,10 @@ from idemconsumer.rules.verdicts import (
     contention_pause,
     refused,
 )
+from idemconsumer.stores.decided import decided
 from idemconsumer.stores.joined import PostgresStore
+
+T = TypeVar("T")
 
 DOUBT: Final = 0.5  # seconds in which others may show that they cannot be read either
 
@@ -182,22 +185,12 @@ class Endings:
             row=work.row,
             letter=work.letter,
         )
-        failed = 0
-
-        async def write() -> Record | None:
-            nonlocal failed
-            stored = await self._store.put_off(work.claim, later)
-            if isinstance(stored, Record):
-                return stored
-            failed = stored
-            return None
-
         try:
-            standing = await self._until_known(work, write)
+            failed = await self._written(work, lambda: self._store.put_off(work.claim, later))
         except Fenced:  # its delivery is another's by now, or an answer was lost and it is stored already
             return Outcome(OutcomeKind.FENCED, state=State.PENDING, attempt=work.attempt)
-        if standing is not None:
-            return standing
+        if isinstance(failed, Outcome):
+            return failed
         if failed >= later.max_attempts:
             return None
         if not counted:
@@ -221,7 +214,7 @@ class Endings:
         rejection = codecs.encode_rejection(code, body, status)
         self._at(Point.REJECTING, work.handler.name, (work.key,))
         # In a new transaction, which judges the key again (B2).
-        standing = await self._until_known(work, lambda: self._store.reject(work.claim, rejection))
+        standing = await self._written(work, lambda: self._store.reject(work.claim, rejection))
         self._at(Point.REJECTED, work.handler.name, (work.key,))
         if standing is not None:
             return standing
@@ -267,21 +260,11 @@ class Endings:
         `error` is the exception that it describes, if there is one."""
         claim = None if reason == "conflict" else work.known_claim
         letter = dead_letter(work, reason, text, work.attempts, None if error is None else traceback_text(error))
-        number = None
-
-        async def write() -> Record | None:
-            nonlocal number
-            buried = await self._store.bury(letter, claim, forget=forget)
-            if isinstance(buried, Record):
-                return buried
-            number = buried
-            return None
-
         self._at(Point.DEAD_LETTERING, work.handler.name, (work.key,))
-        standing = await self._until_known(work, write)
+        number = await self._written(work, lambda: self._store.bury(letter, claim, forget=forget))
         self._at(Point.DEAD_LETTERED, work.handler.name, (work.key,))
-        if standing is not None:
-            return standing
+        if isinstance(number, Outcome):
+            return number
         self.failing.ended(Subject.handler(work.handler), work.identity)
         self.telling.dead(work, work.attempts, reason, number, text, error)
         kind = OutcomeKind.CONFLICT if reason == "conflict" else OutcomeKind.DEAD
@@ -289,17 +272,14 @@ class Endings:
         attempt = max(1, work.attempts)
         return Outcome(kind, state=state, attempt=attempt, reason=reason, error=text)
 
-    async def _until_known(self, work: Work, write: Callable[[], Awaitable[Record | None]]) -> Outcome | None:
-        """Repeat a commit of the engine's own until its answer is known. None: written as wanted."""
-        while True:
-            try:
-                standing = await write()
-            except CommitUnknown:
-                continue
-            except Contention as contention:
-                return self._free_retry(work, contention)
-            self.contended.ended(work.key)
-            return None if standing is None else await self.replay(work, standing)
+    async def _written(self, work: Work, write: Callable[[], Awaitable[Record | T]]) -> Outcome | T:
+        """A commit of the engine's own: what it returns, or the outcome if a rival was faster."""
+        try:
+            written = await decided(write)
+        except Contention as contention:
+            return self._free_retry(work, contention)
+        self.contended.ended(work.key)
+        return await self.replay(work, written) if isinstance(written, Record) else written
 
 
 def final(

@@ -29,6 +29,7 @@ from idemconsumer.ports.tracing import NO_TRACING, Tracing
 from idemconsumer.rules.breaker import HandlerHealth
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record
 from idemconsumer.rules.verdicts import Settlement, Verdict, settle
+from idemconsumer.stores.decided import decided
 from idemconsumer.stores.joined import PostgresStore
 
 
@@ -177,9 +178,10 @@ class Engine:
             outcomes = await rerun([head], defer=True)
             return outcomes[0] if outcomes else busy  # the rival has died of it, perhaps
 
-        from idemconsumer.engine.rivals import outlive  # with tenacity
+        def rival(met: object) -> bool:
+            return isinstance(met, Outcome) and met.kind is OutcomeKind.BUSY and not head.abandoned()  # D10
 
-        return await outlive(again, busy, head.handler.options.wait, head.abandoned)
+        return await decided(again, wait=head.handler.options.wait, busy=rival)
 
     async def _on_record(self, group: Sequence[Work], run: Awaitable[list[Outcome]]) -> list[Outcome]:
         """Await a run of suspects, then take back what it put on record about those that did not run."""

@@ -39,6 +39,7 @@ from idemconsumer.rules.habits import Habits
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.rules.verdicts import Verdict
 from idemconsumer.stores.claims import PostgresClaims
+from idemconsumer.stores.decided import decided
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.user_code.call import call_in_transaction, without_exit
 from idemconsumer.user_code.cancellation import isolated
@@ -86,23 +87,29 @@ class Groups:
                     return [await self._lost_again(work, loss)]
                 work.suspicion, group = Suspicion.BEGUN, group[:index]  # it comes next, and alone
                 break
+
+        async def commit() -> list[Outcome]:
+            all_of = behind if len(group) == whole else None
+            return await self._commit(group, defer=defer, behind=all_of, look=lost)
+
+        async def doubted(unknown: CommitUnknown) -> None:
+            nonlocal group, behind, lost
+            if behind is not None:
+                behind.in_doubt, behind = True, None
+            # Only a new claim can tell: it finds the record, inserts it, or is busy while the old one lives (J4).
+            log.warning("commit unknown, claiming again", **group[0].named, messages=len(group), error=str(unknown))
+            for work in group:  # the statement of one of them may be what the connection was lost over
+                work.eager = True
+            if lost:  # the group itself may be why: idle for so long that the server ended its transaction
+                self._sizes.lost(handler)
+                group = group[: max(1, len(group) // 2)]
+            lost = True
+
         while True:
             try:
-                all_of = behind if len(group) == whole else None
-                return await self._commit(group, defer=defer, behind=all_of, look=lost)
+                return await decided(commit, doubted)
             except Cut as cut:
                 group = group[: cut.length]
-            except CommitUnknown as unknown:
-                if behind is not None:
-                    behind.in_doubt, behind = True, None
-                # Only a new claim can tell: it finds the record, inserts it, or is busy while the old one lives (J4).
-                log.warning("commit unknown, claiming again", **group[0].named, messages=len(group), error=str(unknown))
-                for work in group:  # the statement of one of them may be what the connection was lost over
-                    work.eager = True
-                if lost:  # the group itself may be why: idle for so long that the server ended its transaction
-                    self._sizes.lost(handler)
-                    group = group[: max(1, len(group) // 2)]
-                lost = True
             except Contention as contention:
                 gate_shut = self._sizes.collided(handler, contention)
                 if len(group) == 1:

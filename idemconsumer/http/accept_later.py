@@ -12,14 +12,14 @@ import msgspec
 from idemconsumer.app.accepting import Accepted
 from idemconsumer.app.app import App
 from idemconsumer.app.sending import check_via
-from idemconsumer.errors import BadMessage, CommitUnknown, ConfigurationError, StoreUnavailable
+from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.http import problems
 from idemconsumer.http.asgi_wire import Receive, Scope, Send, read_body, request_of, respond
 from idemconsumer.http.exchanged import Request, Response
 from idemconsumer.http.idempotency import Tenant, caller, key_in
 from idemconsumer.http.policy import MIB
-from idemconsumer.http.problems import MEDIA_TYPE, Outages, Problem
+from idemconsumer.http.problems import MEDIA_TYPE, OF_A_STORE, Outages, Problem
 from idemconsumer.rules.http import bodiless, keepable
 from idemconsumer.rules.progress import Progress
 
@@ -145,10 +145,8 @@ class AcceptLater:
             id = await self._app.accepted_id(self._handler, key=key, tenant=tenant)
         except BadMessage as error:
             return _refused(error).response
-        except CommitUnknown as error:
-            return self._outages.answered(error, problems.OUTCOME_UNKNOWN).response
-        except (StoreUnavailable, ConfigurationError) as error:
-            return self._outages.answered(error, problems.UNAVAILABLE).response
+        except OF_A_STORE as error:
+            return self._outages.answered(error).response
         self._outages.heard(wrote=accepted.new)
         if accepted.conflict:
             return problems.KEY_REUSED.response
@@ -161,8 +159,8 @@ class AcceptLater:
             return tenant.response
         try:
             accepted = await self._app.accepted_by_id(self._handler, id=id, tenant=tenant)
-        except (StoreUnavailable, ConfigurationError) as error:
-            return self._outages.answered(error, problems.UNAVAILABLE).response
+        except OF_A_STORE as error:
+            return self._outages.answered(error).response
         self._outages.heard(wrote=False)
         return told(accepted)
 

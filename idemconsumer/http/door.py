@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 from collections.abc import Callable
 from typing import Final
 
-from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.http import problems
 from idemconsumer.http.exchanged import replay
 from idemconsumer.http.modes import Answer, Mode, RunApplication, refusal
 from idemconsumer.http.opened_stores import OpenedStores
 from idemconsumer.http.policy import Policy
-from idemconsumer.http.problems import Outages
+from idemconsumer.http.problems import OF_A_STORE, Outages
 from idemconsumer.logs import log
 from idemconsumer.ports.requests import Running
 from idemconsumer.ports.store import Claim
-from idemconsumer.rules.backoff import backoff
 from idemconsumer.rules.values import Record
 from idemconsumer.rules.verdicts import Verdict, judge
+from idemconsumer.stores.decided import decided
 
-_FIRST_PAUSE: Final = 0.05  # seconds; doubled up to
-_LONGEST_PAUSE: Final = 0.5
 _DOUBT: Final = 5.0  # seconds in which a COMMIT without an answer should end
-_DOUBTS: Final = 3
 
 
 class Door:
@@ -35,43 +29,31 @@ class Door:
     async def answer(self, claimed: Callable[[], Claim], policy: Policy, run: RunApplication) -> Answer:
         """The answer to one request. Its store is opened, and then `claimed` hashes its key (R39). Raises what the
         application raises."""
-        loop, claim, outages = asyncio.get_running_loop(), None, self._joined if policy.tx else self._leased
-        until, looks, doubts = loop.time() + policy.wait, 0, 0
-        while True:
-            try:
-                mode: Mode = await (self._opened.joined() if policy.tx else self._opened.leased())
-                claim = claim or claimed()
-                met = await mode.attempt(claim, policy, run)
-            except CommitUnknown as error:
-                if error.by_function:  # it came from the application, and says nothing about our store (B12)
-                    raise
-                doubts += 1
-                until = max(until, loop.time() + _DOUBT)
-                if doubts == _DOUBTS:
-                    return refusal(outages.answered(error, problems.OUTCOME_UNKNOWN))
-                continue
-            except (StoreUnavailable, ConfigurationError, Contention) as error:
-                problem = problems.OUTCOME_UNKNOWN if doubts else problems.UNAVAILABLE
-                return refusal(outages.answered(error, problem))
+        claim: Claim | None = None
+        outages = self._joined if policy.tx else self._leased
+
+        async def attempt() -> Answer | None:
+            nonlocal claim
+            mode: Mode = await (self._opened.joined() if policy.tx else self._opened.leased())
+            claim = claim or claimed()
+            met = await mode.attempt(claim, policy, run)
             outages.heard(wrote=isinstance(met, Answer))
-            if isinstance(met, Answer):
-                return met
-            if (answer := _standing(met, claim, policy)) is not None:
-                return answer
-            if (left := until - loop.time()) <= 0:
-                return refusal(problems.OUTCOME_UNKNOWN if doubts else problems.IN_PROGRESS)
-            looks += 1
-            pause = backoff(looks, first=_FIRST_PAUSE, cap=_LONGEST_PAUSE)
-            await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+            return met if isinstance(met, Answer) else _standing(met, claim, policy)
+
+        try:
+            answer = await decided(
+                attempt, wait=policy.wait, busy=lambda met: met is None, within=_DOUBT, asking=OF_A_STORE
+            )
+        except OF_A_STORE as error:
+            return refusal(outages.answered(error))
+        return answer or refusal(problems.IN_PROGRESS)
 
     async def answer_without_key(self, policy: Policy, run: RunApplication) -> Answer:
         """That to a request of which nothing is stored, so a COMMIT without an answer cannot be asked for (H16)."""
         try:
             answer = await (await self._opened.joined()).unclaimed(policy, run)
-        except CommitUnknown as error:
+        except OF_A_STORE as error:
             return refusal(self._joined.answered(error, problems.OUTCOME_LOST))
-        except (StoreUnavailable, ConfigurationError, Contention) as error:
-            return refusal(self._joined.answered(error, problems.UNAVAILABLE))
         self._joined.heard(wrote=False)
         return answer
 

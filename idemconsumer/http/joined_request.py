@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from idemconsumer.errors import CommitUnknown, Contention
+from idemconsumer.errors import Contention
 from idemconsumer.http.current import slot_for
 from idemconsumer.http.exchanged import Response
 from idemconsumer.http.modes import Answer, RunApplication, kept, kept_result, patience, refusal
@@ -23,6 +23,7 @@ from idemconsumer.ports.store import Claim
 from idemconsumer.rules.recent import Recent
 from idemconsumer.rules.values import ENDED, Mark, Record, State
 from idemconsumer.stores.claims import PostgresClaims
+from idemconsumer.stores.decided import decided
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.sharing import short
 from idemconsumer.user_code.call import call_in_transaction
@@ -170,8 +171,15 @@ class Joined:
         """Stored as FAILED in a commit of its own, behind a rollback. A rival may have been faster."""
         self._at(Point.REJECTING, policy.name, (claim.key,))
         asked_at, result = time.monotonic(), kept_result(response)
+
+        async def reject() -> Record | None:
+            # A COMMIT that was sent ends first; nothing was done in either case.
+            async with patience(_NONE_FREE):
+                with short():
+                    return await self._store.reject(claim, result)
+
         try:
-            standing = await self._stored(claim, result)
+            standing = await decided(reject)
         except Contention:
             return Running()
         self._at(Point.REJECTED, policy.name, (claim.key,))
@@ -184,13 +192,3 @@ class Joined:
         """Only of what is committed. `asked_at`: before its claim, from which on its record expires."""
         if self._copies is not None:
             await self._copies.keep(claim, claim.record(state, result), asked_at)
-
-    async def _stored(self, claim: Claim, result: StoredResult) -> Record | None:
-        while True:
-            try:
-                # A COMMIT that was sent ends first; nothing was done in either case.
-                async with patience(_NONE_FREE):
-                    with short():
-                        return await self._store.reject(claim, result)
-            except CommitUnknown:
-                continue

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
-from idemconsumer.errors import CommitUnknown, SelfCancelled
+from idemconsumer.errors import SelfCancelled
 from idemconsumer.http.current import slot_for
 from idemconsumer.http.exchanged import Response, replay
 from idemconsumer.http.lost import ask
@@ -185,8 +185,6 @@ class Leased:
                 if await self.store.complete(held, result, failed=failed):
                     return True
                 break
-            except CommitUnknown:
-                continue
             except BaseException as error:
                 if ends_this_task(error) or meaning(error) is Meaning.REFUSED:
                     raise

@@ -9,7 +9,14 @@ from typing import Any, Final
 
 import msgspec
 
-from idemconsumer.errors import ConfigurationError, Contention, IdemConsumerError, StoreChanged
+from idemconsumer.errors import (
+    CommitUnknown,
+    ConfigurationError,
+    Contention,
+    IdemConsumerError,
+    StoreChanged,
+    StoreUnavailable,
+)
 from idemconsumer.http.exchanged import Response
 from idemconsumer.logs import log
 
@@ -142,6 +149,10 @@ ALL: Final = (
 )  # fmt: skip
 
 
+OF_A_STORE: Final = (CommitUnknown, StoreUnavailable, ConfigurationError, Contention)
+"""What `Outages` answers."""
+
+
 class Outages:
     """Of one use of a store. What it says of itself before it has ever worked is for the author of the service, who has
     to see it; later nobody has written anything new, and what has changed is for its operator to mend."""
@@ -150,9 +161,9 @@ class Outages:
         self._worked = False
         self._said: type[IdemConsumerError] | None = None
 
-    def answered(self, error: IdemConsumerError, problem: Problem) -> Problem:
-        """Raises the error if it came from the application, which says nothing about our store (B12), or is for the
-        author."""
+    def answered(self, error: IdemConsumerError, unknown: Problem = OUTCOME_UNKNOWN) -> Problem:
+        """`unknown`: where something may have been done. Raises the error if it came from the application, which says
+        nothing about our store (B12), or is for the author."""
         wrong = isinstance(error, ConfigurationError | StoreChanged)
         if error.by_function or (wrong and not self._worked):
             raise error
@@ -162,7 +173,7 @@ class Outages:
                 log.error("the front door answers 503 until its store is repaired", error=str(error))
             else:
                 log.warning("the front door answers 503 while its store is unreachable", error=str(error))
-        return problem
+        return unknown if isinstance(error, CommitUnknown) else UNAVAILABLE
 
     def heard(self, *, wrote: bool) -> None:
         """It has answered, and `wrote` something, too: what is full, or lacks a right, still tells what it has."""

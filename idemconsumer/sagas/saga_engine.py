@@ -23,7 +23,7 @@ from idemconsumer.engine.company import Stay
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.failing import Subject
 from idemconsumer.engine.work import Work, traced
-from idemconsumer.errors import CommitUnknown, Contention, Fenced, RunEagerly, SagaCancelled, StoreUnavailable
+from idemconsumer.errors import CommitUnknown, Fenced, Interrupted, RunEagerly, SagaCancelled, StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import NullObserver, Observer, Point, SagaPoint
@@ -34,6 +34,7 @@ from idemconsumer.sagas.attempt import Attempt
 from idemconsumer.sagas.probes import Probes
 from idemconsumer.sagas.saga_endings import SagaEndings
 from idemconsumer.sagas.steps import StepFunctions
+from idemconsumer.stores.decided import decided
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.user_code.cancellation import CancellationWatch
 
@@ -169,17 +170,17 @@ class LeasedEngine:
         async with AsyncExitStack() as company:
             try:
                 outcome = await self._in_company(call, company)
-            except (StoreUnavailable, CommitUnknown, Contention) as error:
-                work.of_saga.in_doubt = work.leased is not None  # L11
-                if isinstance(error, StoreUnavailable):
-                    raise
-                raise StoreUnavailable(f"not decided: {error}") from error
             except SagaCancelled:
                 call.over = True
                 await self._release(work)
                 outcome = _GAVE_WAY
             except Fenced:
                 outcome = self._fenced(work)
+            except (StoreUnavailable, Interrupted) as error:
+                work.of_saga.in_doubt = work.leased is not None  # L11
+                if isinstance(error, StoreUnavailable):
+                    raise
+                raise StoreUnavailable(f"not decided: {error}") from error
             except asyncio.CancelledError:
                 if "lost lease" in by:
                     outcome = self._fenced(work)
@@ -254,32 +255,28 @@ class LeasedEngine:
         work, message = call.work, call.work.call
         assert message is not None
         handler = work.handler
-        while True:
-            try:
-                found = await self._leases.begin(message.claim, work.message, handler.name, handler.options.version)
-            except CommitUnknown:
-                if (ours := await self._leases.retake(work.key, None)) is not None:
-                    work.of_saga.noted = True
-                    return ours
-                continue
-            if isinstance(found, LeasedSaga):
+        found = await decided(
+            lambda: self._leases.begin(message.claim, work.message, handler.name, handler.options.version),
+            lambda _: self._leases.retake(work.key, None),
+        )
+        if isinstance(found, LeasedSaga):
+            work.of_saga.noted = True
+            self._at(work.handler.name, work.key, Point.CLAIMED)
+            return found
+        work.claimed(found)
+        claim = message.claim
+        if isinstance(found, Record) and claim.judge(found) is Verdict.BUSY:
+            if not work.of_saga.noted:
                 work.of_saga.noted = True
-                self._at(work.handler.name, work.key, Point.CLAIMED)
-                return found
-            work.claimed(found)
-            claim = message.claim
-            if isinstance(found, Record) and claim.judge(found) is Verdict.BUSY:
-                if not work.of_saga.noted:
-                    work.of_saga.noted = True
-                    await self._leases.note(work.key, "redelivered", f"{work.message.source} {work.message.position}")
-                if call.defer:
-                    return Outcome(OutcomeKind.BUSY, state=found.state)
-                # A redelivery may be the first to notice that the owner was lost.
-                unheld = await self._unheld(work) if call.unfed else ()
-                if taken := await self._leases.take(handler.app, [handler.name], 1, unheld=unheld, key=work.key):
-                    return taken[0]
+                await self._leases.note(work.key, "redelivered", f"{work.message.source} {work.message.position}")
+            if call.defer:
                 return Outcome(OutcomeKind.BUSY, state=found.state)
-            return Outcome(OutcomeKind.BUSY) if found is Mark.BUSY else await self._engine.endings.replay(work, found)
+            # A redelivery may be the first to notice that the owner was lost.
+            unheld = await self._unheld(work) if call.unfed else ()
+            if taken := await self._leases.take(handler.app, [handler.name], 1, unheld=unheld, key=work.key):
+                return taken[0]
+            return Outcome(OutcomeKind.BUSY, state=found.state)
+        return Outcome(OutcomeKind.BUSY) if found is Mark.BUSY else await self._engine.endings.replay(work, found)
 
     async def _unheld(self, work: Work) -> Sequence[tuple[bytes, int]]:
         """This saga, if it is ours and no other call holds it or may be about to: each is among the calls first."""
@@ -306,13 +303,15 @@ class LeasedEngine:
             engine.lost_connections,
             progressed,
         )
-        self._moved = time.monotonic()
-        try:
-            return await call.attempt.go()
-        except CommitUnknown as unknown:
+
+        async def doubted(unknown: CommitUnknown) -> Outcome | LeasedSaga:
             log.warning("commit unknown, taking the saga over again", **work.named, error=str(unknown))
             work.eager = True  # one of its statements may be what the connection was lost over
             return await self._retake(work, work.leased or saga)
+
+        self._moved = time.monotonic()
+        try:
+            return await decided(call.attempt.go, doubted)
         except RunEagerly:
             work.eager = True
             return work.leased or saga

@@ -30,6 +30,7 @@ from idemconsumer.rules.verdicts import Verdict
 from idemconsumer.stores.answers import claimed_request, moment, taken_request
 from idemconsumer.stores.claims import transaction
 from idemconsumer.stores.columns import Statement, claimed, kept_row
+from idemconsumer.stores.decided import contended, decided
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.shared_reads import Looks
@@ -38,7 +39,7 @@ from idemconsumer.stores.unfinished import Unfinished
 from idemconsumer.user_code.cancellation import ends_this_task, retrieve
 
 LEASE: Final = 30.0  # seconds
-_ATTEMPTS: Final = 3  # at a claim whose COMMIT is unknown, or that met a lock
+_PATIENCE: Final = 2.0  # seconds for a lock that a claim has met
 _PAUSE: Final = 1.0  # seconds in which no lease is asked for after one could not be had
 _NO_SUCH_TEXT: Final = ("22021", "22P05")  # in the encoding of the database
 _OVER: Final = "the lease of this process has ended, and it has no new one yet"
@@ -136,24 +137,21 @@ class PostgresRequests:
         if self._lease.over:  # for the database it may be good: what runs there would be taken for a claim of ours
             raise StoreUnavailable(_OVER)
         worker, losses = self._lease.worker, self._losses
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                found = await self._claimed(claim, worker, again)
-                break
-            except StoreUnavailable:
+
+        async def doubted(_: CommitUnknown) -> None:
+            self._doubt(claim.key, worker)  # it may be ours by now: then the next attempt takes it
+
+        try:
+            found = await decided(lambda: self._claimed(claim, worker, again), doubted, wait=_PATIENCE, busy=contended)
+        except StoreUnavailable:
+            raise
+        except Contention as error:
+            raise StoreUnavailable(str(error)) from error
+        except BaseException as error:
+            self._doubt(claim.key, worker)  # it may be committed
+            if ends_this_task(error) or meaning(error) is not Meaning.DOUBT:
                 raise
-            except (CommitUnknown, Contention) as error:
-                if isinstance(error, CommitUnknown):  # it may be ours by now: then the next attempt takes it
-                    self._doubt(claim.key, worker)
-                if attempt == _ATTEMPTS:
-                    raise StoreUnavailable(str(error)) from error
-            except BaseException as error:
-                self._doubt(claim.key, worker)  # it may be committed
-                if ends_this_task(error) or meaning(error) is not Meaning.DOUBT:
-                    raise
-                raise StoreUnavailable(f"a claim got no answer: {typed_text(error)}") from error
+            raise StoreUnavailable(f"a claim got no answer: {typed_text(error)}") from error
         if not isinstance(found, Held):
             return found
         self._unfinished.drop(claim.key)

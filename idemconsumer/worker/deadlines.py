@@ -12,15 +12,7 @@ from typing import Final, TypeAlias
 from idemconsumer.duty import Duty
 from idemconsumer.engine import decoding as reading
 from idemconsumer.engine.blame import rejection_of, said
-from idemconsumer.errors import (
-    CommitUnknown,
-    Contention,
-    IdemConsumerError,
-    NotReadNow,
-    Retry,
-    StoreChanged,
-    StoreUnavailable,
-)
+from idemconsumer.errors import IdemConsumerError, Interrupted, NotReadNow, Retry, StoreChanged, StoreUnavailable
 from idemconsumer.handlers.durations import retry_delay
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
@@ -91,7 +83,7 @@ class Deadlines:
             return taken.key
         try:
             answer = await self._answer(handler, taken)
-        except (StoreUnavailable, CommitUnknown, Contention, asyncio.CancelledError) as error:
+        except (StoreUnavailable, Interrupted, asyncio.CancelledError) as error:
             if not (isinstance(error, IdemConsumerError) and error.by_function):
                 await self._uncount(taken)
                 raise
@@ -170,7 +162,7 @@ class Deadlines:
 
 def _quiet(error: BaseException) -> bool:
     """What is committed is found as it is."""
-    return said_by_lanes(error) or isinstance(error, CommitUnknown | Contention)
+    return said_by_lanes(error) or isinstance(error, Interrupted)
 
 
 def _say_failed(error: BaseException) -> None:
