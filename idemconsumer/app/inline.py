@@ -21,7 +21,7 @@ from idemconsumer.ports.store import Claim
 from idemconsumer.ports.tracing import Tracing
 from idemconsumer.redaction import SHOWN
 from idemconsumer.rules.values import Outcome, OutcomeKind, Record, Signalled, State
-from idemconsumer.rules.verdicts import Settlement, settle
+from idemconsumer.rules.verdicts import Settlement, final, settle
 from idemconsumer.settings import Settings
 from idemconsumer.stores.acceptance import Acceptance, AcceptedStanding, accept, look_up, scope_id
 from idemconsumer.stores.checks import check_database
@@ -225,13 +225,4 @@ def _outcome(record: Record | None) -> Outcome:
         return Outcome(OutcomeKind.DEAD, state=record.state)
     if record.state not in (State.COMPLETED, State.FAILED):
         return Outcome(OutcomeKind.BUSY, state=record.state)
-    if record.result is None:
-        return Outcome(OutcomeKind.DUPLICATE, state=record.state)
-    return Outcome(
-        OutcomeKind.DUPLICATE,
-        result=record.result.body,
-        content_type=record.result.content_type,
-        state=record.state,
-        status=record.result.status,
-        headers=record.result.headers,
-    )
+    return final(OutcomeKind.DUPLICATE, record.state, record.result)

@@ -19,7 +19,6 @@ from idemconsumer.errors import BadMessage, ConnectionLost, Contention, Fenced, 
 from idemconsumer.handlers.durations import retry_delay
 from idemconsumer.logs import log
 from idemconsumer.message import codecs
-from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claim, NextAttempt
 from idemconsumer.redaction import traceback_text
@@ -32,6 +31,7 @@ from idemconsumer.rules.verdicts import (
     Verdict,
     after_failure,
     contention_pause,
+    final,
     refused,
 )
 from idemconsumer.stores.decided import decided
@@ -89,7 +89,7 @@ class Endings:
                 kind = OutcomeKind.DEAD
                 return Outcome(kind, state=State.DEAD, attempt=work.attempt, reason=reason, letter=letter)
             case Verdict.DUPLICATE if isinstance(found, Record):
-                return final(OutcomeKind.DUPLICATE, work, found.state, found.result)
+                return final(OutcomeKind.DUPLICATE, found.state, found.result, attempt=work.attempt)
             case _:
                 return Outcome(OutcomeKind.BUSY, attempt=work.attempt)
 
@@ -219,7 +219,7 @@ class Endings:
         if standing is not None:
             return standing
         self.telling.rejected(work, work.attempt, error)
-        return final(OutcomeKind.FAILED, work, State.FAILED, rejection, code)
+        return final(OutcomeKind.FAILED, State.FAILED, rejection, attempt=work.attempt, reason=code)
 
     async def refuse(self, work: Work, refusal: BadMessage) -> Outcome:
         """A message that can never be run (R9)."""
@@ -280,24 +280,6 @@ class Endings:
             return self._free_retry(work, contention)
         self.contended.ended(work.key)
         return await self.replay(work, written) if isinstance(written, Record) else written
-
-
-def final(
-    kind: OutcomeKind, work: Work, state: State, result: StoredResult | None, reason: str | None = None
-) -> Outcome:
-    """The outcome of a delivery whose record is final."""
-    if result is None:
-        return Outcome(kind, state=state, attempt=work.attempt, reason=reason)
-    return Outcome(
-        kind,
-        result=result.body,
-        content_type=result.content_type,
-        state=state,
-        attempt=work.attempt,
-        reason=reason,
-        status=result.status,
-        headers=result.headers,
-    )
 
 
 def _retrying(

@@ -13,7 +13,7 @@ from typing import Any
 from idemconsumer.engine import decoding as reading
 from idemconsumer.engine.blame import HandlerFailed, describe
 from idemconsumer.engine.delivery_log import DeliveryLog
-from idemconsumer.engine.endings import Endings, FailedBehind, final
+from idemconsumer.engine.endings import Endings, FailedBehind
 from idemconsumer.engine.evidence import LostConnections
 from idemconsumer.engine.failing import Subject
 from idemconsumer.engine.group_sizes import GroupSizes
@@ -37,7 +37,7 @@ from idemconsumer.ports.observer import Point
 from idemconsumer.ports.tracing import Tracing
 from idemconsumer.rules.habits import Habits
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
-from idemconsumer.rules.verdicts import Verdict
+from idemconsumer.rules.verdicts import Verdict, final
 from idemconsumer.stores.claims import PostgresClaims
 from idemconsumer.stores.decided import decided
 from idemconsumer.stores.joined import PostgresStore
@@ -263,7 +263,8 @@ class Groups:
             if verdicts[work.key] is not Verdict.RUN:
                 outcomes.append(await self._endings.replay(work, found[work.key]))
             elif leaders[work.key] is work:
-                outcomes.append(final(OutcomeKind.APPLIED, work, State.COMPLETED, results.get(work.key)))
+                result = results.get(work.key)
+                outcomes.append(final(OutcomeKind.APPLIED, State.COMPLETED, result, attempt=work.attempt))
             else:
                 first = leaders[work.key].claim
                 left = first.record(State.COMPLETED, results.get(work.key))

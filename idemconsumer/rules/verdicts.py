@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Final
 
 from idemconsumer.errors import Reject, Retry
+from idemconsumer.message.message import StoredResult
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.backoff import backoff
 from idemconsumer.rules.values import Found, Mark, Outcome, OutcomeKind, Record, State
@@ -85,6 +86,24 @@ def settle(outcome: Outcome) -> Settlement:
     if outcome.state in (State.PENDING, State.PROCESSING, State.UNDOING):
         return Settlement.FINISH
     return _SETTLEMENTS[outcome.kind]
+
+
+def final(
+    kind: OutcomeKind, state: State, result: StoredResult | None, *, attempt: int = 1, reason: str | None = None
+) -> Outcome:
+    """Of a record that is."""
+    if result is None:
+        return Outcome(kind, state=state, attempt=attempt, reason=reason)
+    return Outcome(
+        kind,
+        result=result.body,
+        content_type=result.content_type,
+        state=state,
+        attempt=attempt,
+        reason=reason,
+        status=result.status,
+        headers=result.headers,
+    )
 
 
 def refused(error: BaseException | None, fail_on: tuple[type[Exception], ...]) -> bool:
