@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from functools import partial
@@ -12,21 +11,19 @@ from typing import Any, Final
 import msgspec
 from psycopg import AsyncConnection
 
+from idemconsumer.app.app_state import AppState
 from idemconsumer.app.following import tracing_of
-from idemconsumer.app.inline import InlineRunner
 from idemconsumer.app.sending import check_via, to_send
-from idemconsumer.errors import ConfigurationError, Contention, NotReadNow, StoreUnavailable
+from idemconsumer.errors import Contention, NotReadNow, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
-from idemconsumer.handlers.handler import NO_HEADERS, BoundHandler, given_key
+from idemconsumer.handlers.handler import NO_HEADERS, given_key
 from idemconsumer.message import codecs
 from idemconsumer.ports.arguments import Tx
 from idemconsumer.rules.progress import Progress, progress
 from idemconsumer.rules.values import Record, State
 from idemconsumer.rules.verdicts import Verdict
-from idemconsumer.settings import Settings
 from idemconsumer.stores.acceptance import Acceptance, AcceptedStanding, accept_in
 from idemconsumer.stores.decided import contended, decided
-from idemconsumer.stores.grants import Kind
 from idemconsumer.stores.tx import connection_of
 from idemconsumer.user_code.resources import Resources
 
@@ -59,22 +56,8 @@ class Accepted(msgspec.Struct, frozen=True):
     created_at: datetime | None = None
 
 
-class Accepting(ABC):
-    """The calls of `App` that accept messages. What they need of the app comes by the methods below, which it has."""
-
-    name: str
-
-    @abstractmethod
-    def _has(self, handler: Handler[..., Any]) -> bool: ...
-
-    @abstractmethod
-    def _configured(self) -> Settings: ...
-
-    @abstractmethod
-    def _bind(self, handler: Handler[..., Any], settings: Settings, resources: Resources) -> BoundHandler: ...
-
-    @abstractmethod
-    async def _running(self, kind: Kind = ...) -> InlineRunner: ...
+class Accepting(AppState):
+    """The calls of `App` that accept messages."""
 
     async def accept(
         self,
@@ -154,13 +137,6 @@ class Accepting(ABC):
         if not _ID.fullmatch(id):
             return _found(None)
         return _found(await inline.standing(bytes.fromhex(id), handler.plan.identity(self.name).scope(tenant)))
-
-    def _check_own(self, handler: Handler[..., Any]) -> None:
-        if not self._has(handler):
-            raise ConfigurationError(
-                f"app {self.name!r}: {handler.name!r} is not a handler of this app; call the app that has it, or "
-                "include it"
-            )
 
 
 async def _stored(accept: Callable[[], Awaitable[Record | None]], patience: float) -> Record | None:

@@ -8,45 +8,37 @@ from datetime import UTC, datetime
 from itertools import product
 from typing import Any, ParamSpec, Self, TypeVar, Unpack
 
-from msgspec.structs import replace
-
 from idemconsumer.app.accepting import Accepting
-from idemconsumer.app.builds import build_of
+from idemconsumer.app.app_state import Opened, named_settings
 from idemconsumer.app.enqueuing import enqueue_in, store_in
 from idemconsumer.app.following import tracing_of
-from idemconsumer.app.inline import InlineRunner
-from idemconsumer.app.opened import Opened
 from idemconsumer.app.pausing import Pausing
-from idemconsumer.app.saga_calls import AppStarter, SagaCalls
+from idemconsumer.app.saga_calls import NAMED, SagaCalls
 from idemconsumer.brokers.adapters import check_delay
 from idemconsumer.brokers.adapters import destination as parse_destination
 from idemconsumer.brokers.sendable import check_sendable
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.forks import PerLoop
 from idemconsumer.handlers.decorator import Decorate, Handler, asks_for_key, idempotent_handler
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.handlers.handler import BoundHandler, given_key
 from idemconsumer.handlers.options import Options, UnnamedOptions
 from idemconsumer.handlers.scheduling import check_slots
 from idemconsumer.handlers.signalling import signalling
-from idemconsumer.handlers.signature import not_injectable
 from idemconsumer.hashing import HASHING
 from idemconsumer.message import codecs
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
 from idemconsumer.message.sources import consumes
 from idemconsumer.ports.arguments import Duration, Tx
-from idemconsumer.ports.broker import Broker, Outgoing
+from idemconsumer.ports.broker import Outgoing
 from idemconsumer.ports.observer import Observer
 from idemconsumer.process.child import WORKER
 from idemconsumer.rules.saga import wrong_name
 from idemconsumer.rules.schedules import CatchUp, Schedule, checked_schedule
 from idemconsumer.rules.values import Outcome
-from idemconsumer.settings import Settings, load
-from idemconsumer.sql.connecting import named
-from idemconsumer.stores.grants import Kind
-from idemconsumer.user_code.resources import Resource, Resources, read_resource
-from idemconsumer.worker.worker import Surroundings, Worker
+from idemconsumer.settings import Settings
+from idemconsumer.user_code.resources import Resources, read_resource
+from idemconsumer.worker.worker import Worker
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,15 +63,10 @@ class App(SagaCalls, Accepting, Pausing):
             )
         for each in publishes:
             parse_destination(each)
-        self.name = name
+        super().__init__(name)
         self.fronted = False  # by an Idempotency of this process: it may be for nothing else, and have no handlers
         self._publishes = tuple(publishes)
-        self._handlers: dict[str, Handler[..., Any]] = {}
         self._schedules: list[Schedule] = []
-        self._resources: dict[type, Resource] = {}
-        self._settings: Settings | None = None
-        self._around = Surroundings()
-        self._opened = PerLoop(Opened, Opened.close)
 
     @property
     def handlers(self) -> Mapping[str, Handler[..., Any]]:
@@ -143,7 +130,7 @@ class App(SagaCalls, Accepting, Pausing):
             return await self.signal(saga, key=its_key, name=name, payload=payload, tenant=tenant, tx=tx)
 
         def included(fn: Any, /) -> Any:
-            self._check_saga(saga, "signal_handler(saga=…)")
+            self._check_saga(saga, NAMED, "signal_handler(saga=…): ")
             if (wrong := wrong_name(name)) is not None:
                 raise ConfigurationError(f"app {self.name!r}: signal_handler: the signal's name is {wrong}")
             handler: Handler[..., Any] = Handler(fn, signalling(decorate(fn).plan, saga.plan, saga_key or key, send_it))
@@ -260,7 +247,7 @@ class App(SagaCalls, Accepting, Pausing):
         """Return a worker for this process; run it with `await worker.run()`. Its settings also apply to `publish` and
         `start`."""
         HASHING.obey(settings.key_secrets)
-        settings = self._with_build(_named(settings, self.name, os.environ.get(WORKER, "0")))
+        settings = self._with_build(named_settings(settings, self.name, os.environ.get(WORKER, "0")))
         resources = Resources(list(self._resources.values()))
         handlers = self.bound_handlers(settings, resources)
         if not handlers:
@@ -303,11 +290,7 @@ class App(SagaCalls, Accepting, Pausing):
         learn of the end at most a second later. Raises StoreUnavailable, BadMessage for an invalid key, and
         ConfigurationError for another app's handler.
         """
-        if not self._has(handler):
-            raise ConfigurationError(
-                f"app {self.name!r}: {handler.name!r} is not a handler of this app; call the app that has it, or "
-                "include it"
-            )
+        self._check_own(handler)
         seconds, key = parse_duration(wait), given_key(key)
         inline = await self._running("front-door")
         return await inline.result(handler.plan.identity(self.name).digest(tenant, key), seconds)
@@ -320,53 +303,6 @@ class App(SagaCalls, Accepting, Pausing):
             found = f"{names} consume {source!r}" if its else f"no handler for {source!r}"
             raise ConfigurationError(f"app {self.name!r}: {found}; pass handler=")
         return its[0]
-
-    def _has(self, handler: Handler[..., Any]) -> bool:
-        return self._handlers.get(self._decorated(handler).name) is handler
-
-    def _decorated(self, handler: Handler[..., Any]) -> Handler[..., Any]:
-        given: object = handler
-        if not isinstance(given, Handler):
-            raise ConfigurationError(
-                f"app {self.name!r}: {getattr(given, '__name__', repr(given))} is not a handler; "
-                "decorate the function with @app.idempotent_handler(…)"
-            )
-        return handler
-
-    async def _running(self, kind: Kind = "worker") -> InlineRunner:
-        here = self._opened.here()
-        if (inline := here.inline) is None:
-            async with here.opening.turn():  # the first messages often arrive together
-                if (inline := here.inline) is None:
-                    plans = [handler.plan for handler in self._handlers.values()]
-                    resources = Resources(list(self._resources.values()))
-                    settings = self._with_build(self._configured())
-                    inline = await InlineRunner.open(settings, plans, resources, tracing_of(settings), kind)
-                    here.inline = inline
-        await inline.allow(kind)
-        return inline
-
-    def _configured(self) -> Settings:
-        """The settings of this process's worker; without one those of the environment, which is read once."""
-        if self._settings is None:
-            self._settings = _named(self._around.settings or load(), self.name)
-        return self._settings
-
-    def _with_build(self, settings: Settings) -> Settings:
-        return replace(settings, build=settings.build or build_of(self._handlers.values()))
-
-    def _bind(self, handler: Handler[..., Any], settings: Settings, resources: Resources) -> BoundHandler:
-        for parameter, wanted in handler.plan.resource_parameters:
-            if wanted not in self._resources:
-                known = ", ".join(each.__name__ for each in self._resources) or "no resources so far"
-                raise not_injectable(handler.name, parameter, wanted, f"the resources of app {self.name!r}: {known}")
-        return handler.plan.bind(
-            self.name,
-            max_message_bytes=settings.max_message_bytes,
-            resources=resources.values,
-            starter=AppStarter(self),
-            delivery_log=_delivery_log(settings),
-        )
 
     async def publish(
         self,
@@ -408,12 +344,6 @@ class App(SagaCalls, Accepting, Pausing):
             return
         await self._broker(scheme, settings).publish(name, [message])
 
-    def _broker(self, scheme: str, settings: Settings) -> Broker:
-        brokers = self._opened.here().brokers
-        if scheme not in brokers:
-            brokers[scheme] = self._around.connect(scheme, settings)
-        return brokers[scheme]
-
     async def __aenter__(self) -> Self:
         return self
 
@@ -429,17 +359,3 @@ class App(SagaCalls, Accepting, Pausing):
         here = self._opened.forget() or Opened()
         self._settings = None
         await here.close()
-
-
-def _delivery_log(settings: Settings) -> float:
-    """For how many seconds deliveries are logged, 0 for none. Raises ConfigurationError."""
-    try:
-        return 0.0 if settings.delivery_log is None else parse_duration(settings.delivery_log)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"settings: `delivery_log`: {error}") from None
-
-
-def _named(settings: Settings, app: str, worker: str | None = None) -> Settings:
-    """With addresses whose connections say what they are of."""
-    addresses = {name: getattr(settings, name) for name in ("dsn", "listen_dsn")}
-    return replace(settings, **{name: named(dsn, app, worker) for name, dsn in addresses.items() if dsn is not None})

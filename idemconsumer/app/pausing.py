@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
-
 from idemconsumer.admin.audit import user
 from idemconsumer.admin.control import Controls
+from idemconsumer.app.app_state import AppState
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.handlers.decorator import Handler
-from idemconsumer.settings import Settings
 
 
-class Pausing(ABC):
-    """The calls of `App` that pause handlers. What they need of the app comes by what it has."""
-
-    name: str
-
-    @property
-    @abstractmethod
-    def handlers(self) -> Mapping[str, Handler[..., Any]]:
-        """By name."""
-
-    @abstractmethod
-    def _configured(self) -> Settings: ...
+class Pausing(AppState):
+    """The calls of `App` that pause handlers."""
 
     async def pause(self, handler: str, *, reason: str | None = None, by: str | None = None) -> bool:
         """Stop all workers of this app from fetching or beginning anything for a handler, until `resume`. Workers that
@@ -43,10 +28,7 @@ class Pausing(ABC):
         return await self._controls(handler).resume(self.name, handler, by=by or user(), reason=reason)
 
     def _controls(self, handler: str) -> Controls:
-        if handler not in self.handlers:
-            known = ", ".join(self.handlers) or "none"
+        if handler not in self._handlers:
+            known = ", ".join(self._handlers) or "none"
             raise ConfigurationError(f"app {self.name!r} has no handler {handler!r}; it has {known}")
-        settings = self._configured()
-        if settings.dsn is None:
-            raise ConfigurationError(f"app {self.name!r}: no database is given; set IDEMCONSUMER_DSN")
-        return Controls(settings.dsn, settings.schema)
+        return Controls(*self._database())

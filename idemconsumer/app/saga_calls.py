@@ -2,58 +2,39 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Concatenate, TypeVar
+from typing import Any, Concatenate, Final, TypeVar
 
 from psycopg import AsyncConnection
 
 from idemconsumer.admin.decisions import Cancellation
 from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.admin.saga_views import SagaStatus, status
+from idemconsumer.app.app_state import AppState
 from idemconsumer.app.enqueuing import enqueue_in
 from idemconsumer.app.following import tracing_of
-from idemconsumer.app.inline import InlineRunner
-from idemconsumer.app.opened import Opened
-from idemconsumer.errors import ConfigurationError
-from idemconsumer.forks import PerLoop
 from idemconsumer.handlers.decorator import Handler
-from idemconsumer.handlers.handler import TENANT, BoundHandler, given_key
+from idemconsumer.handlers.handler import TENANT, given_key
 from idemconsumer.message import codecs
 from idemconsumer.message.origin import PARENT
 from idemconsumer.ports.arguments import Done, NotDone, Tx
-from idemconsumer.ports.broker import Broker, Outgoing
+from idemconsumer.ports.broker import Outgoing
 from idemconsumer.rules.values import Signalled
-from idemconsumer.settings import Settings
 from idemconsumer.stores.signals import Signal, send
 from idemconsumer.stores.tx import connection_of
 from idemconsumer.user_code.resources import Resources
 
 T = TypeVar("T")
 
+NAMED: Final = "name a handler that takes Saga"
 
-class SagaCalls(ABC):
-    """The calls of `App` that name a saga. What they need of the app comes by the methods below, which it has."""
 
-    name: str
-    _opened: PerLoop[Opened]
+class SagaCalls(AppState):
+    """The calls of `App` that name a saga."""
 
-    @abstractmethod
-    def _has(self, handler: Handler[..., Any]) -> bool:
-        """Whether it is a handler of this app. Raises ConfigurationError for what is none."""
-
-    @abstractmethod
-    def _configured(self) -> Settings: ...
-
-    @abstractmethod
-    def _bind(self, handler: Handler[..., Any], settings: Settings, resources: Resources) -> BoundHandler: ...
-
-    @abstractmethod
-    def _broker(self, scheme: str, settings: Settings) -> Broker: ...
-
-    @abstractmethod
-    async def _running(self) -> InlineRunner:
-        """What runs single messages and calls in this process, opened by the first that needs it."""
+    @property
+    def _starter(self) -> AppStarter:
+        return AppStarter(self)
 
     async def start(
         self,
@@ -83,11 +64,7 @@ class SagaCalls(ABC):
         tx: Tx | AsyncConnection[Any] | None,
         headers: dict[str, str],
     ) -> None:
-        if not self._has(handler) or not handler.plan.signature.needs_saga:
-            raise ConfigurationError(
-                f"app {self.name!r}: {handler.name!r} is not a saga of this app; start a handler that takes Saga; "
-                "for any other, publish to its source"
-            )
+        self._check_saga(handler, "start a handler that takes Saga; for any other, publish to its source")
         settings = self._configured()
         bound = self._bind(handler, settings, Resources(()))
         message = bound.from_code(payload, key=key, tenant=tenant).arrived
@@ -128,7 +105,7 @@ class SagaCalls(ABC):
         signal before the saga ends. Raises StoreUnavailable, BadMessage for an invalid key, TypeError for a payload
         that is not JSON, and ConfigurationError for an invalid name or if it is not a saga of this app.
         """
-        self._check_saga(handler, "signal")
+        self._check_saga(handler, NAMED, "signal: ")
         key, encoded = given_key(key), codecs.encode(payload, "payload", "give")
 
         to = handler.plan.identity(self.name)
@@ -180,25 +157,15 @@ class SagaCalls(ABC):
         await admin.decide(digest, step, answer, by=None, attempt=attempt)
 
     def _saga_of(self, handler: Handler[..., Any], tenant: str | None, key: str, why: str) -> tuple[SagaAdmin, bytes]:
-        if not self._has(handler) or not handler.plan.signature.needs_saga:
-            raise ConfigurationError(f"app {self.name!r}: {handler.name!r} is not a saga of this app; {why}")
+        self._check_saga(handler, why)
         admin, key = self._admin(), given_key(key)
         return admin, handler.plan.identity(self.name).digest(tenant, key)
 
     def _admin(self) -> SagaAdmin:
-        settings = self._configured()
-        if settings.dsn is None:
-            raise ConfigurationError(f"app {self.name!r}: no database is given; set IDEMCONSUMER_DSN")
-        here = self._opened.here()
+        database, here = self._database(), self._opened.here()
         if here.sagas_admin is None:
-            here.sagas_admin = SagaAdmin(settings.dsn, settings.schema)
+            here.sagas_admin = SagaAdmin(*database)
         return here.sagas_admin
-
-    def _check_saga(self, handler: Handler[..., Any], what: str) -> None:
-        if not self._has(handler) or not handler.plan.signature.needs_saga:
-            raise ConfigurationError(
-                f"app {self.name!r}: {what}: {handler.name!r} is not a saga of this app; name a handler that takes Saga"
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,7 +331,7 @@ async def test_without_a_worker_the_settings_are_read_once(
         loads.append(load())
         return loads[-1]
 
-    monkeypatch.setattr("idemconsumer.app.app.load", counting)
+    monkeypatch.setattr("idemconsumer.app.app_state.load", counting)
     for n in range(3):
         await app.publish("postgres:emails", {"to": n})
     assert len(loads) == 1
