@@ -22,7 +22,9 @@ create table {schema}.dead_letter (
     content      bytea,
     redriven_at  timestamptz,
     emptied_at   timestamptz,
-    traceback    text
+    traceback    text,
+    round        integer not null default 1,
+    forwarded_at timestamptz
 );
 
 -- People read each from its end, or from a place in it. `dead_letter_open` is for those who count by handler and
@@ -47,6 +49,9 @@ comment on column {schema}.dead_letter.body_sha256 is 'Of the whole body';
 comment on column {schema}.dead_letter.content is 'Hash of a message that has no position or id of its own (R24)';
 comment on column {schema}.dead_letter.redriven_at is 'When it was redriven last; null: it waits for a person';
 comment on column {schema}.dead_letter.emptied_at is 'When the message, and what else of it may be personal, was dropped';
+comment on column {schema}.dead_letter.round is 'How many times it was written: once, and after each redrive';
+comment on column {schema}.dead_letter.forwarded_at is
+    'When it was sent to where its handler says, in this round; null: not yet, or nowhere';
 
 -- A traceback quotes what the exception says, which may be personal: it goes with the message, whoever drops that.
 create function {schema}.empty_letter() returns trigger language plpgsql as $$
@@ -221,30 +226,12 @@ create trigger reopened before update of arrivals on {schema}.dead_letter
     for each row when (old.redriven_at is not null and new.arrivals > old.arrivals)
     execute function {schema}.reopen_letter();
 
-create table {schema}.forward (
-    letter        bigint primary key,
-    app           text not null,
-    handler       text not null,
-    round         integer not null default 1,
-    tries         integer not null default 0,
-    due_at        timestamptz not null,
-    forwarded_at  timestamptz
-);
-
-create index forward_due on {schema}.forward (app, due_at) where forwarded_at is null;
-
-comment on table {schema}.forward is
-    'Dead letters that are sent to a destination (O19). A row comes with its letter, in one commit, and goes with it';
-comment on column {schema}.forward.round is 'How many times the letter was written: once, and after each redrive';
-comment on column {schema}.forward.tries is 'Of this round';
-comment on column {schema}.forward.due_at is 'From then on any worker of the app may send it';
-comment on column {schema}.forward.forwarded_at is 'Null: it is to be sent';
-
--- Whoever deletes letters. No foreign key, which would forbid to truncate them.
+-- Whoever deletes letters: one that was not forwarded yet goes nowhere any more. No foreign key, which would forbid to
+-- truncate them.
 create function {schema}.forget_forwards() returns trigger language plpgsql security definer
     set search_path = pg_catalog, pg_temp set enable_seqscan = off as $$
 begin
-    delete from {schema}.forward as f using gone where f.letter = gone.id;
+    delete from {schema}.outbox as o where o.letter = any(array(select gone.id from gone));
     return null;
 end
 $$;

@@ -13,7 +13,8 @@ create table {schema}.outbox (
     due_at       timestamptz,
     tries        integer not null default 0,
     error        text,
-    parked_at    timestamptz
+    parked_at    timestamptz,
+    letter       bigint
 ) with (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_cost_delay = 0);
 
 create index outbox_ready on {schema}.outbox (destination, id) where due_at is null and parked_at is null;
@@ -22,6 +23,7 @@ create index outbox_due on {schema}.outbox (due_at, destination) where due_at is
 create index outbox_held on {schema}.outbox (destination, order_key)
     where tries > 0 and due_at is not null and parked_at is null;
 create index outbox_parked on {schema}.outbox (destination, id) where parked_at is not null;
+create index outbox_letter on {schema}.outbox (letter) where letter is not null;
 
 comment on table {schema}.outbox is
     'A row comes with the transaction that publishes it, and goes when its broker has confirmed it';
@@ -32,6 +34,7 @@ comment on column {schema}.outbox.created_at is 'Or when it fell due';
 comment on column {schema}.outbox.due_at is 'Null: it can be sent now';
 comment on column {schema}.outbox.tries is 'How many times its broker has refused it';
 comment on column {schema}.outbox.parked_at is 'Since when it has waited for a person';
+comment on column {schema}.outbox.letter is 'The dead letter that is forwarded, which has body and headers (O19)';
 
 -- Where each queue, and what waits for a time or a broker, begins (P9): nothing is in front of `low`, and nothing that is
 -- not committed yet will be. What is gone cannot be vacuumed while an old snapshot is open, so who looks for the next

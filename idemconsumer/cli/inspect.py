@@ -34,6 +34,8 @@ from idemconsumer.worker.capacity import most_connections, resting_connections
 from idemconsumer.worker.source_findings import SharedSource, source_findings
 from idemconsumer.worker.worker import longest_run, shortest_lease
 
+_FORWARDING: Final = 60.0  # seconds that dead letters wait for where they are forwarded without a warning
+
 
 @verb(
     "check",
@@ -224,8 +226,8 @@ async def _retries(of: Checked) -> AsyncIterator[Finding]:
 async def _unforwarded(of: Checked) -> AsyncIterator[Finding]:
     """Dead letters that are not where `dead_letter_to` says (O19)."""
     for each in await Admin(*of.database).unforwarded(of.app.name):
-        text = f"{each.letters} dead letters are to be forwarded, after up to {each.tries} tries"
-        yield Finding("warning" if each.tries > 1 else "ok", f"handler {each.handler}", text)
+        text = f"{each.letters} dead letters are to be forwarded, the first one for {each.seconds:.0f} s"
+        yield Finding("warning" if each.seconds > _FORWARDING else "ok", f"handler {each.handler}", text)
 
 
 async def _orphans(of: Checked) -> AsyncIterator[Finding]:

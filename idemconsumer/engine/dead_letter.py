@@ -38,7 +38,8 @@ def dead_letter(work: Work, reason: str, error: str, attempts: int, traceback: s
         again=None if work.first else content,
         letter=work.letter,
         traceback=traceback,
-        forward=None if handler.options.dead_letter_to is None else handler.app,
+        forward=handler.options.dead_letter_to,
+        app=handler.app,
     )
 
 

@@ -122,6 +122,7 @@ class DatabaseLook:
             found["open_dead_letters"][app, handler, reason] = number
             found["oldest_dead_letter_seconds"][app, handler, reason] = oldest
         for app, handler, number, oldest in await self._rows("measure_forwards"):
+            app, _, handler = parts_of(f"{app}/-/{handler}")
             found["unforwarded_dead_letters"][app, handler] = number
             found["oldest_unforwarded_dead_letter_seconds"][app, handler] = oldest
         ((live, lost),) = await self._rows("measure_leases")

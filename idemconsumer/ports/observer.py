@@ -41,9 +41,8 @@ class Point(StrEnum):
     * Once the result is known: `committed` or `rolled_back`.
     * After a failure: `attempt_counted`; `rejecting`, `rejected`; `dead_lettering`, `dead_lettered`.
     * Finally: `settling` and `settled` with the broker.
-    * Beside that: `forwarded`, when dead letters were sent to another destination and are not marked as sent yet.
-      `relaying` and `relayed`, around the sending of outgoing messages, whose rows are deleted then; for these two, the
-      handler is the destination.
+    * Beside that: `relaying` and `relayed`, around the sending of outgoing messages, whose rows are deleted then; for
+      these two, the handler is the destination.
     """
 
     FETCHED = "fetched"
@@ -64,7 +63,6 @@ class Point(StrEnum):
     DEAD_LETTERED = "dead_lettered"
     SETTLING = "settling"
     SETTLED = "settled"
-    FORWARDED = "forwarded"
     RELAYING = "relaying"
     RELAYED = "relayed"
 

@@ -78,7 +78,7 @@ class NewDeadLetter:
     `body` and `headers` may be the beginning only; `body_size` and `body_sha256` are of the whole. `delivered` is what
     else the broker gave (`message.delivered`). `letter`: it was redriven from this one, which is written again (O3).
     `traceback`: of the exception that `error` describes, if one does.
-    `forward`: the app whose workers forward it (O19).
+    `forward`: where it is sent as well, under an id that begins with the name of the `app` (O19).
     """
 
     identity: bytes
@@ -99,6 +99,7 @@ class NewDeadLetter:
     letter: int | None = None
     traceback: str | None = None
     forward: str | None = None
+    app: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@
 
 -- name: dead_list
 select d.id, d.handler, d.source, d.position, d.reason, d.error, d.attempts, d.arrivals, d.first_at, d.last_at,
-    d.redriven_at, (select f.forwarded_at from {schema}.forward as f where f.letter = d.id) as forwarded_at
+    d.redriven_at, d.forwarded_at
 from {schema}.dead_letter as d
 where (%(before)s::bigint is null or d.id < %(before)s) and {chosen}
 order by d.id desc limit %(limit)s
@@ -24,7 +24,7 @@ order by d.id desc limit %(limit)s
 select d.id, d.handler, d.scope, d.source, d.position, d.reason, d.error, d.key, d.body, d.headers, d.attempts, d.arrivals,
     d.first_at, d.last_at, d.delivered, coalesce(d.body_size, length(d.body)) as body_size,
     coalesce(d.body_sha256, sha256(d.body)) as body_sha256, d.redriven_at, d.emptied_at, d.traceback,
-    (select f.forwarded_at from {schema}.forward as f where f.letter = d.id) as forwarded_at
+    d.forwarded_at
 from {schema}.dead_letter as d
 where (%(before)s::bigint is null or d.id < %(before)s) and {chosen}
 order by d.id desc limit %(limit)s
@@ -136,9 +136,10 @@ from {schema}.dead_letter as d where {chosen}
 select name, count(*) as messages, min(due_at) as due_at from {schema}.delayed group by name order by name
 
 -- name: unforwarded
--- Dead letters of an app that are to be forwarded (O19), and how often that was tried at most.
-select handler, count(*) as letters, max(tries) as tries from {schema}.forward
-where app = %(app)s and forwarded_at is null group by handler order by handler
+-- Dead letters of an app that are to be forwarded (O19).
+select d.handler, count(*) as letters, extract(epoch from clock_timestamp() - min(o.created_at))::float8 as seconds
+from {schema}.outbox as o join {schema}.dead_letter as d on d.id = o.letter
+where split_part(d.scope, '/', 1) = %(app)s group by d.handler order by d.handler
 
 -- name: saga_list
 -- Sagas that run, wait for their next attempt, or wait for a person (`state` dead; `parked` says why). `owner` is the worker that
@@ -393,7 +394,7 @@ limit 1
 
 -- name: key_letters
 select id, handler, source, position, reason, error, attempts, arrivals, first_at, last_at, redriven_at,
-    (select f.forwarded_at from {schema}.forward as f where f.letter = id) as forwarded_at
+    forwarded_at
 from {schema}.dead_letter where key = %(key)s order by id
 
 -- name: lock_key

@@ -55,14 +55,12 @@ group by 1, 2, 3
 
 -- name: measure_forwards
 -- O19: letters that are to be forwarded, up to a hundred thousand, and for how long the first of each handler has been one.
-select f.app, f.handler, f.letters,
-    coalesce(extract(epoch from clock_timestamp() - d.last_at), 0)::float8
-from (
-    select app, handler, count(*) as letters, min(letter) as first from (
-        select app, handler, letter from {schema}.forward where forwarded_at is null limit 100000) as f
-    group by app, handler
-) as f
-left join {schema}.dead_letter as d on d.id = f.first
+-- App and handler are quoted.
+select split_part(d.scope, '/', 1), split_part(d.scope, '/', 3), count(*),
+    extract(epoch from clock_timestamp() - min(o.created_at))::float8
+from (select letter, created_at from {schema}.outbox where letter is not null limit 100000) as o
+join {schema}.dead_letter as d on d.id = o.letter
+group by 1, 2
 
 -- name: measure_leases
 -- Of workers that live, and of those that were lost and whose sagas nobody has taken yet.

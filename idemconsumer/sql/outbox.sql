@@ -35,7 +35,9 @@ select pg_try_advisory_xact_lock(hashtextextended('idemconsumer.outbox.' || {sch
 -- a refused one of the same order stays (X5); `offset 0`: it is looked up, where a join would read all that are refused.
 -- The first one in any case, and as many as begin within so many bytes. By an array, as `take`.
 with ready as materialized (
-    select o.id, octet_length(o.body) + octet_length(o.headers) as size
+    select o.id, coalesce(
+        (select octet_length(d.body) + octet_length(d.headers) from {schema}.dead_letter as d where d.id = o.letter),
+        octet_length(o.body) + octet_length(o.headers)) as size
     from (values (%(destination)s::text)) as w (name) join {schema}.outbox as o on o.destination = w.name
     where o.id >= {outbox_low} and o.due_at is null and o.parked_at is null
       and (o.order_key is null or not exists (
@@ -49,12 +51,27 @@ with ready as materialized (
     select id from (select id, sum(size) over (order by id) - size as before from ready) as sized
     where before < %(bytes)s
 )
-select o.id, o.message_id::text, o.key, o.order_key, o.tries, o.headers, o.body
+select o.id, o.message_id::text, o.key, o.order_key, o.tries, o.headers, o.body, o.letter
 from {schema}.outbox as o where o.id = any(array(select id from next)) order by o.id
 
+-- name: read_letters
+-- O19. As they are now: what was dropped of them meanwhile is not sent.
+select d.id, d.handler, d.source, d.position, d.reason,
+    case when {schema}.error_place(d.error) is not null then {schema}.error_type(d.error) end,
+    d.body, d.headers, d.delivered, coalesce(d.body_size, length(d.body)), coalesce(d.body_sha256, sha256(d.body))
+from {schema}.dead_letter as d where d.id = any(%(letters)s)
+
+-- name: lock_letters
+-- Before their rows of the outbox, as whoever writes or deletes a letter does.
+select id from {schema}.dead_letter where id = any(%(letters)s) order by id for no key update
+
 -- name: forget_outgoing
--- X2. Once they are confirmed.
-delete from {schema}.outbox where id = any(%(ids)s)
+-- X2. Once they are confirmed. A letter that was written again meanwhile has another row, and is not forwarded yet.
+with gone as (
+    delete from {schema}.outbox where id = any(%(ids)s) returning letter
+)
+update {schema}.dead_letter set forwarded_at = clock_timestamp()
+where id = any(array(select letter from gone where letter is not null))
 
 -- name: hold_outgoing
 -- X5. Refused for itself. Its order goes on once it is parked.
@@ -75,14 +92,16 @@ and (not %(parked)s or o.parked_at is not null)
 -- name: list_outgoing
 -- Oldest first, as they are sent. `tries`: how many times its broker has refused it, last with `error`; `due_at`: when it is
 -- sent at the earliest, null: now. `message_id` is the same each time that it is sent. `size` is that of its body.
+-- A dead letter that is forwarded has its message itself.
 select o.id, o.destination, o.message_id::text as message_id, o.key, o.tries, o.error, o.created_at, o.due_at, o.parked_at,
-    octet_length(o.body) as size
+    octet_length(coalesce((select d.body from {schema}.dead_letter as d where d.id = o.letter), o.body)) as size
 from {schema}.outbox as o where {chosen_outgoing} and o.id > %(after)s order by o.id limit %(limit)s
 
 -- name: show_outgoing
 select o.id, o.destination, o.message_id::text as message_id, o.key, o.tries, o.error, o.created_at, o.due_at, o.parked_at,
-    octet_length(o.body) as size, o.headers, o.body
-from {schema}.outbox as o where o.id = %(id)s
+    octet_length(coalesce(d.body, o.body)) as size, coalesce(d.headers, o.headers) as headers, coalesce(d.body, o.body) as body
+from {schema}.outbox as o left join {schema}.dead_letter as d on d.id = o.letter
+where o.id = %(id)s
 
 -- name: retry_outgoing
 -- Only what a relay does not have in hand: a parked one, or one that waits for its next try. One that was parked comes last (P9).

@@ -273,9 +273,9 @@ with reopened as (
     set arrivals = arrivals + 1, last_at = clock_timestamp(), reason = %(reason)s, error = %(error)s,
         attempts = %(attempts)s, scope = %(scope)s, key = coalesce(%(key)s::bytea, key), body = %(body)s::bytea,
         headers = %(headers)s::bytea, delivered = %(delivered)s::bytea, body_sha256 = %(body_sha256)s::bytea,
-        traceback = %(traceback)s, emptied_at = null
+        traceback = %(traceback)s, emptied_at = null, round = round + 1, forwarded_at = null
     where id = coalesce(%(letter)s::bigint, (select s.letter from {schema}.saga as s where s.key = %(key)s::bytea))
-    returning id
+    returning id, round
 ), known as (
     update {schema}.dead_letter set arrivals = arrivals + 1, last_at = clock_timestamp()
     where not exists (select from reopened)
@@ -292,46 +292,16 @@ with reopened as (
     on conflict (identity) do update
     set arrivals = dead_letter.arrivals + 1, last_at = excluded.last_at
     returning id, xmax = 0 as inserted
+), outdated as (
+    delete from {schema}.outbox where letter = any(array(select id from reopened))
 ), forwards as (  -- O19: each time that it is written, and not for each arrival
-    insert into {schema}.forward (letter, app, handler, due_at)
-    select id, %(forward)s, %(handler)s, clock_timestamp()
-    from (select id from reopened union all select id from added where inserted) as written
+    insert into {schema}.outbox (destination, letter, key, body)
+    select %(forward)s, id, concat(%(app)s::text, '-dead-', id, case when round > 1 then '.' || round end), ''
+    from (select id, round from reopened union all select id, 1 from added where inserted) as written
     where %(forward)s::text is not null
-    on conflict (letter) do update
-    set round = forward.round + 1, tries = 0, due_at = excluded.due_at, forwarded_at = null
+    returning pg_notify('idemconsumer_queue', 'outbox:' || left(destination, 1000))
 )
 select id from reopened union all select id from known union all select id from added
-
--- name: take_forwards
--- O19. Those that are due, which nobody else takes for so many seconds.
-with due as (
-    select f.letter from {schema}.forward as f
-    where f.app = %(app)s and f.handler = any(%(handlers)s::text[]) and f.forwarded_at is null
-      and f.due_at <= (select clock_timestamp()) and exists (select from {schema}.dead_letter as d where d.id = f.letter)
-    order by f.due_at limit %(limit)s for update of f skip locked
-), taken as (
-    update {schema}.forward as f
-    set tries = f.tries + 1, due_at = clock_timestamp() + make_interval(secs => %(taken)s)
-    from due where f.letter = due.letter
-    returning f.letter, f.round, f.tries
-)
-select t.tries, d.id, t.round, d.handler, d.source, d.position, d.reason,
-    case when {schema}.error_place(d.error) is not null then {schema}.error_type(d.error) end,
-    d.body, d.headers, d.delivered, coalesce(d.body_size, length(d.body)), coalesce(d.body_sha256, sha256(d.body))
-from taken as t join {schema}.dead_letter as d on d.id = t.letter
-order by d.id
-
--- name: forwarded
-update {schema}.forward as f set forwarded_at = clock_timestamp()
-from unnest(%(letters)s::bigint[], %(rounds)s::integer[]) as w (letter, round)
-where f.letter = w.letter and f.round = w.round
-
--- name: forward_later
--- Not all at the same time, so that one that cannot be sent parts from the others.
-update {schema}.forward as f
-set due_at = clock_timestamp() + make_interval(secs => %(after)s) * (1 + random() / 2)
-from unnest(%(letters)s::bigint[], %(rounds)s::integer[]) as w (letter, round)
-where f.letter = w.letter and f.round = w.round and f.forwarded_at is null
 
 -- name: count_dead
 update {schema}.dead_letter set arrivals = arrivals + 1, last_at = clock_timestamp()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -86,13 +86,9 @@ class Home(Place, Protocol):
         ...
 
 
-def _nobody() -> None:
-    return
-
-
 class InHand:
-    """Shared by all lanes and the waiting room. `sagas` runs the handlers that are leased; `replies` answers requests;
-    `buried` is called when a dead letter may have been written."""
+    """Shared by all lanes and the waiting room. `sagas` runs the handlers that are leased; `replies` answers
+    requests."""
 
     def __init__(
         self,
@@ -102,7 +98,6 @@ class InHand:
         sagas: LeasedEngine | None = None,
         replies: Replies | None = None,
         counts: Counts | None = None,
-        buried: Callable[[], None] = _nobody,
     ) -> None:
         self.engine = engine
         self.outage = Outage()
@@ -112,7 +107,6 @@ class InHand:
         self.in_flight = 0
         self._sagas = sagas
         self._replies = replies
-        self._buried = buried
         self._at = observer.at
         self._watcher = observer if isinstance(observer, SeesOutcomes) else None
         self._settled: set[Session] = set()
@@ -181,8 +175,6 @@ class InHand:
             outcomes = await self._outcomes(deliveries, defer=defer)
             counts.groups.observe(time.monotonic() - began)
             self.outage.over(*deliveries[: len(outcomes)])
-            if any(outcome.kind in (OutcomeKind.DEAD, OutcomeKind.CONFLICT) for outcome in outcomes):
-                self._buried()
             counted = _counted(deliveries, outcomes)
             outcomes = await self._answer(deliveries, outcomes)
             ends = [settle(outcome) for outcome in outcomes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from idemconsumer.brokers.queue_front import LowWater
@@ -14,7 +14,7 @@ from idemconsumer.logs import log
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.message.reply_address import MESSAGE_ID
 from idemconsumer.observe.counts import Counts
-from idemconsumer.ports.broker import BEHIND, Outgoing, Relaying, Unsent
+from idemconsumer.ports.broker import BEHIND, Broker, Outgoing, Relaying, Unsent
 from idemconsumer.ports.observer import Point
 from idemconsumer.redaction import error_text, typed_text
 from idemconsumer.rules.doubt import Meaning, meaning
@@ -23,6 +23,7 @@ from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.sql.queries import Queries
 from idemconsumer.stores.literals import clean
 from idemconsumer.user_code.cancellation import ends_this_task
+from idemconsumer.worker.forwarded_letter import ForwardedLetter
 from idemconsumer.worker.relay_connections import Connection, Connections
 
 MOST: Final = 2_000  # messages in one transaction
@@ -35,7 +36,8 @@ _IDLE: Final = "120s"  # in a transaction: longer than any broker is waited for,
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An outgoing message as it is stored. `order`: those with the same one stay in order."""
+    """An outgoing message as it is stored. `order`: those with the same one stay in order. `number`: of the dead letter
+    that it is, which is `letter` as long as that is stored (O19)."""
 
     id: int
     message_id: str
@@ -44,12 +46,17 @@ class Row:
     tries: int
     headers: bytes
     body: bytes
+    number: int | None = None
+    letter: ForwardedLetter | None = None
 
 
 def outgoing(row: Row, destination: str) -> Outgoing:
     """As its broker gets it, the same each time (X3). Its message id is the key that it was published with, else the
     row's; in Kafka, where the key is the record's, a header has the row's id. One that is among its headers was another
-    message's, whose headers were passed on."""
+    message's, whose headers were passed on. A dead letter that was refused goes without its message."""
+    if row.letter is not None:
+        assert row.key is not None
+        return row.letter.outgoing(row.key, destination, whole=row.tries == 0)
     headers = decode_headers(row.headers)
     if destination.startswith("kafka:"):
         return Outgoing(row.body, headers | {MESSAGE_ID: row.message_id}, row.key)
@@ -62,7 +69,7 @@ class OutgoingLane:
     def __init__(
         self,
         destination: str,
-        broker: Relaying,
+        broker: Broker,
         connections: Connections,
         queries: Queries,
         counts: Counts,
@@ -134,7 +141,7 @@ class OutgoingLane:
             ((ours, _),) = await self._rows(connection, "lock_outgoing", given)
             if not ours:
                 return None
-            rows = [Row(*row) for row in await self._rows(connection, "read_outgoing", given)]
+            rows = await self._read(connection, given)
             if not rows:
                 return 0
             self._at(Point.RELAYING, self._destination, ())
@@ -149,9 +156,20 @@ class OutgoingLane:
         self._duty.worked()
         return len(rows)
 
+    async def _read(self, connection: Connection, given: dict[str, Any]) -> list[Row]:
+        rows = [Row(*row) for row in await self._rows(connection, "read_outgoing", given)]
+        if not (numbers := [row.number for row in rows if row.number is not None]):
+            return rows
+        found = await self._rows(connection, "read_letters", {"letters": numbers})
+        letters = {number: ForwardedLetter(number, *rest) for number, *rest in found}
+        return [row if row.number is None else replace(row, letter=letters.get(row.number)) for row in rows]
+
     async def _send(self, rows: Sequence[Row]) -> dict[int, Unsent | None]:
         """What is known of each, by its id."""
         answers: dict[int, Unsent | None] = {row.id: BEHIND for row in rows}
+        if gone := {row.id for row in rows if row.number is not None and row.letter is None}:
+            answers |= dict.fromkeys(gone)  # a letter that nobody has any more goes nowhere
+            rows = [row for row in rows if row.id not in gone]
         clock = asyncio.get_running_loop().time
         until = clock() + _SENDING
         for indexes in together([row.order for row in rows], [row.tries for row in rows]):
@@ -171,7 +189,11 @@ class OutgoingLane:
     async def _relayed(self, rows: Sequence[Row]) -> tuple[list[Unsent | None], Meaning | None]:
         """And what an exception meant, if there was one."""
         try:
-            return await self._broker.relay(self._name, [outgoing(row, self._destination) for row in rows]), None
+            messages = [outgoing(row, self._destination) for row in rows]
+            if isinstance(self._broker, Relaying):
+                return await self._broker.relay(self._name, messages), None
+            await self._broker.publish(self._name, messages)
+            return [None] * len(rows), None
         except BaseException as error:
             if ends_this_task(error):
                 raise
@@ -199,10 +221,12 @@ class OutgoingLane:
         """X2: nothing is deleted that is not confirmed."""
         confirmed = [row.id for row in rows if answers[row.id] is None]
         if confirmed:
+            if letters := [row.number for row in rows if row.number is not None and answers[row.id] is None]:
+                await self._rows(connection, "lock_letters", {"letters": letters})
             await self._rows(connection, "forget_outgoing", {"ids": confirmed})
         refused = [(row, answer) for row in rows if (answer := answers[row.id]) is not None and answer.final]
         if refused:
-            afters = [next_try(row.tries + 1) if holdable(self._destination, row.order) else None for row, _ in refused]
+            afters = [self._pause(row) for row, _ in refused]
             texts = [clean(answer.text) for _, answer in refused]  # a broker's words may quote the message
             held = {"ids": [row.id for row, _ in refused], "errors": texts, "afters": afters}
             await self._rows(connection, "hold_outgoing", held)
@@ -210,7 +234,17 @@ class OutgoingLane:
                 self._refused(row, answer, after)
         return len(confirmed)
 
+    def _pause(self, row: Row) -> float | None:
+        """Seconds until a refused one is tried again; None: it is parked."""
+        if row.letter is not None and row.tries == 0:
+            return 0.0  # without its message
+        return next_try(row.tries + 1) if holdable(self._destination, row.order) else None
+
     def _refused(self, row: Row, answer: Unsent, after: float | None) -> None:
+        if row.letter is not None and row.tries == 0:
+            log.warning("dead letter forwarded without its message", handler=row.letter.handler, letter=row.letter.id,
+                        destination=self._destination, error=answer.text)  # fmt: skip
+            return
         if after is not None:
             log.warning("outgoing message refused, will retry", destination=self._destination, message=row.id,
                         error=answer.text, tries=row.tries + 1, seconds=after)  # fmt: skip

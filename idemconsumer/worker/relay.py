@@ -14,7 +14,7 @@ from idemconsumer.duty import Duty
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
 from idemconsumer.logs import log
 from idemconsumer.observe.counts import Counts
-from idemconsumer.ports.broker import Broker, Relaying
+from idemconsumer.ports.broker import Broker
 from idemconsumer.ports.observer import Point
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings
@@ -29,9 +29,11 @@ _SOONEST: Final = 0.02  # seconds between two looks
 _DESTINATIONS: Final = 1_000  # of which something falls due, that one look finds
 
 
-def reachable(settings: Settings, used: Collection[str]) -> list[str]:
-    """Schemes that a worker relays to: those whose address it has, and SQS, which needs none, if it is `used`."""
-    return [each for each in SCHEMES if getattr(settings, each) is not None or (each == "sqs" and each in used)]
+def reachable(settings: Settings, used: Collection[str], forwarding: Collection[str]) -> list[str]:
+    """Schemes that a worker relays to: those whose address it has, SQS, which needs none, if it is `used`, and where
+    its dead letters go, in whatever broker."""
+    known = [each for each in SCHEMES if getattr(settings, each) is not None or (each == "sqs" and each in used)]
+    return [*known, *sorted({*forwarding} - {*known})]
 
 
 class Relay:
@@ -110,7 +112,6 @@ class Relay:
         except ConfigurationError as error:
             self._say_unusable(scheme, error)
             return
-        assert isinstance(broker, Relaying)
         lane = OutgoingLane(
             destination, broker, self._connections[scheme], self._queries, self._counts, self._low_water, self._at
         )

@@ -42,7 +42,6 @@ from idemconsumer.worker import capacity
 from idemconsumer.worker.conditions import Conditions
 from idemconsumer.worker.deadlines import Deadlines
 from idemconsumer.worker.feed import Feed
-from idemconsumer.worker.forwarding import Forwarder
 from idemconsumer.worker.in_flight import InHand
 from idemconsumer.worker.lanes import Lanes
 from idemconsumer.worker.outage import Outage
@@ -173,7 +172,7 @@ class Worker:
         feeds: defaultdict[tuple[str, str], list[Subscription]] = defaultdict(list)
         for handler in self.handlers:
             if (destination := handler.options.dead_letter_to) is not None:
-                self._broker(destination.partition(":")[0])
+                self._broker(_scheme(destination))
             brokers = [self._broker(subscription.scheme) for subscription in handler.subscriptions]
             subscriptions = list(handler.subscriptions)
             own = handler.leased or any(broker.hands_over for broker in brokers)
@@ -195,7 +194,11 @@ class Worker:
                 return
             stack.push_async_callback(store.close)
             place, lag = int(os.environ.get(WORKER, "0")), lambda: self._reporting.lag
-            schemes = reachable(self._settings, {*self._brokers, *(each.partition(":")[0] for each in self._publishes)})
+            schemes = reachable(
+                self._settings,
+                {*self._brokers, *map(_scheme, self._publishes)},
+                [_scheme(to) for each in self.handlers if (to := each.options.dead_letter_to) is not None],
+            )
             steering = Steering(self.handlers, place, lambda: self._leave_when_asked(), lag, relays=schemes)
             if await self._reached(lambda: steering.begin(store.pool.alone)) is None:
                 return
@@ -278,13 +281,11 @@ class Worker:
             if isinstance(broker, KeepsPositions):
                 broker.keep_positions_in(PostgresPositions(store.pool))
         sagas = None if saga_lease is None else saga_lease.engine
-        forwarders = self._forwarders(store)
         in_hand = InHand(
             engine,
             self._observer,
             sagas=sagas,
             replies=Replies(self._brokers),
-            buried=partial(_wake, forwarders),
             counts=self._reporting.counts,
         )
         lanes = self._lanes = Lanes(in_hand, self.handlers, settings)
@@ -313,8 +314,7 @@ class Worker:
         lock_waits = LockWaits(pools, engine.collides, steering.told)
         conditions = Conditions(feeds, lanes, lock_waits)
         steering.watch(conditions)
-        senders: list[Forwarder | Relay] = [*forwarders, *([] if relay is None else [relay])]
-        sending = [asyncio.create_task(sender.run()) for sender in senders]
+        relaying = None if relay is None else asyncio.create_task(relay.run())
         retention = Retention(dsn, settings.schema, settings.prune_every, self.handlers)
         deadlines = Deadlines(store.pool, self.handlers)
         upkeep = [asyncio.create_task(retention.run()), asyncio.create_task(deadlines.run())]
@@ -350,7 +350,9 @@ class Worker:
                     watch.cancel()
                 steering.leaving()
                 await self._leave(feeds, lanes)
-                await _last_look(senders, sending)
+                if relay is not None and relaying is not None:  # others, or the next one, relay what takes longer
+                    relay.stop()
+                    await asyncio.wait([relaying], timeout=_LAST_LOOK)
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
         finally:
@@ -363,24 +365,7 @@ class Worker:
                     closing.push_async_callback(broker.close)
                 for feed in feeds:  # for an abort: a member that does not leave would hold up its whole group
                     closing.push_async_callback(feed.close)
-                await end(*upkeep, *sending)
-
-    def _forwarders(self, store: PostgresStore) -> list[Forwarder]:
-        by_destination: defaultdict[str, list[BoundHandler]] = defaultdict(list)
-        for handler in self.handlers:
-            if (destination := handler.options.dead_letter_to) is not None:
-                by_destination[destination].append(handler)
-        return [
-            Forwarder(
-                store.pool,
-                handlers[0].app,
-                [handler.name for handler in handlers],
-                destination,
-                self._broker(destination.partition(":")[0]),
-                self._observer.at,
-            )
-            for destination, handlers in by_destination.items()
-        ]
+                await end(*upkeep, *([] if relaying is None else [relaying]))
 
     def _most_silence(self) -> float:
         """For how many seconds this process may run no Python: longer than an event loop may stand still (L37)."""
@@ -441,17 +426,8 @@ class Worker:
             await feed.close()
 
 
-def _wake(forwarders: Sequence[Forwarder]) -> None:
-    for forwarder in forwarders:
-        forwarder.wake()
-
-
-async def _last_look(senders: Sequence[Forwarder | Relay], sending: Sequence[asyncio.Task[None]]) -> None:
-    """Send what the last messages have left; other workers, or the next one, do what takes longer."""
-    for sender in senders:
-        sender.stop()
-    if sending:
-        await asyncio.wait(sending, timeout=_LAST_LOOK)
+def _scheme(destination: str) -> str:
+    return destination.partition(":")[0]
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
@@ -12,11 +13,11 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from idemconsumer import App, Message, Tx
-from idemconsumer.admin.dead_letters import ALL, Admin
+from idemconsumer.admin.dead_letters import ALL, Admin, Which
 from idemconsumer.admin.redrives import Redrives
 from idemconsumer.brokers.adapters import connect
 from idemconsumer.cli.inspect import findings
-from idemconsumer.errors import BadMessage
+from idemconsumer.errors import BadMessage, BrokerUnavailable
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing
 from idemconsumer.settings import Settings
@@ -105,7 +106,9 @@ LETTERS = "select id, reason, position, body_size, body_sha256 from idemconsumer
 
 
 def unforwarded(bench: Bench, *, forwarded: bool = False) -> Sequence[Any]:
-    return bench.do("select letter from idemconsumer.forward where (forwarded_at is not null) = %s", forwarded)
+    if forwarded:
+        return bench.do("select id from idemconsumer.dead_letter where forwarded_at is not null")
+    return bench.do("select letter from idemconsumer.outbox where letter is not null")
 
 
 async def test_a_destination_that_is_away_holds_nothing_up_and_gets_all_once_it_is_back(
@@ -121,11 +124,11 @@ async def test_a_destination_that_is_away_holds_nothing_up_and_gets_all_once_it_
 
     bench.enqueue("orders", Item("poison-1"), Item("a"))
     async with bench.running(app, rabbitmq=rabbitmq.address) as running:
-        await running.until(lambda: times(logged, "dead letters cannot be forwarded, will retry") == 1)
+        await running.until(lambda: times(logged, "outgoing messages cannot be relayed, will retry") == 1)
         bench.enqueue("orders", Item("poison-2"), Item("b"))
         await running.until(lambda: bench.effects() == ["a", "b"] and len(unforwarded(bench)) == 2)
         (waiting,) = await Admin(bench.dsn, SCHEMA).unforwarded("shop")
-        assert (waiting.handler, waiting.letters, waiting.tries >= 1) == ("handle", 2, True)
+        assert (waiting.handler, waiting.letters, waiting.seconds > 0) == ("handle", 2, True)
         checked = {(f.level, f.subject) async for f in findings(app, bench.settings(rabbitmq=rabbitmq.address))}
         assert ("error", f"rabbitmq:{name}") in checked
         async with await aio_pika.connect(rabbitmq.address) as connection, connection.channel() as channel:
@@ -136,8 +139,8 @@ async def test_a_destination_that_is_away_holds_nothing_up_and_gets_all_once_it_
     letters = await Admin(bench.dsn, SCHEMA).dead_letters()
     assert {f"shop-dead-{letter.id}" for letter in letters} == {message.message_id for message in found}
     assert all(letter.forwarded_at is not None for letter in letters)
-    assert times(logged, "dead letters cannot be forwarded, will retry") == 1
-    assert times(logged, "dead letters are forwarded again") == 1
+    assert times(logged, "outgoing messages cannot be relayed, will retry") == 1
+    assert times(logged, "outgoing messages are relayed again") == 1
 
 
 class Picky:
@@ -195,7 +198,7 @@ async def test_what_a_client_raises_costs_no_letter_its_message(
             raise errors.pop()
         await publish(name, messages)
 
-    monkeypatch.setattr("idemconsumer.worker.forwarding.backoff", lambda *_, **__: 0.01)
+    monkeypatch.setattr("idemconsumer.worker.outgoing.next_look", lambda *_: 0.01)
     monkeypatch.setattr(bench.broker, "publish", reset)
     bench.enqueue("orders", Item("a"))
     async with bench.running(app) as running:
@@ -228,4 +231,46 @@ async def test_a_letter_is_forwarded_each_time_that_it_is_written_by_whichever_w
     await bench.until_empty(app)
     assert bench.do(ids) == [(f"shop-dead-{number}",), (f"shop-dead-{number}.2",)]
     await Admin(bench.dsn, SCHEMA).discard(ALL, by="ann")
-    assert bench.do("select 1 from idemconsumer.forward") == []
+    assert bench.do("select 1 from idemconsumer.outbox") == []
+
+
+async def test_what_waits_for_its_destination_is_sent_as_it_is_then(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleted it goes nowhere, emptied it goes without its message, and written again it goes once, as it is now."""
+    app, publish, away = App("shop"), bench.broker.publish, True
+
+    @app.idempotent_handler("postgres:orders", key="id", max_attempts=1, dead_letter_to="memory:dlq")
+    async def handle(item: Item, tx: Tx) -> None:
+        raise ValueError(item.id)
+
+    async def unsteady(name: str, messages: Sequence[Outgoing]) -> None:
+        if away:
+            raise BrokerUnavailable("it is away")
+        await publish(name, messages)
+
+    monkeypatch.setattr("idemconsumer.worker.outgoing.next_look", lambda *_: 0.01)
+    monkeypatch.setattr(bench.broker, "publish", unsteady)
+    bench.enqueue("orders", *map(Item, ("deleted", "emptied", "again")))
+    await bench.until_empty(app)
+    numbers = {
+        json.loads(bytes(sent))["id"]: number
+        for number, sent in bench.do("select id, body from idemconsumer.dead_letter")
+    }
+    admin = Admin(bench.dsn, SCHEMA)
+    assert await admin.discard(Which(ids=[numbers["deleted"]]), by="ann") == 1
+    bench.do(
+        "update idemconsumer.dead_letter set body = '', body_size = 10, emptied_at = now() where id = %s",
+        numbers["emptied"],
+    )
+    await Redrives(bench.dsn, SCHEMA).redrive(Which(ids=[numbers["again"]]), by="ann", run="r")
+    await bench.until_empty(app)
+    assert [number for (number,) in unforwarded(bench)] == [numbers["emptied"], numbers["again"]]
+    away = False
+    await bench.until_empty(app)
+    session = await bench.broker.open([Subscription("memory:dlq", "reader", "reader")], Bounds(lanes=1, group=8))
+    assert {delivery.message.message_id: delivery.message.body for delivery in await session.fetch()} == {
+        f"shop-dead-{numbers['emptied']}": b"",
+        f"shop-dead-{numbers['again']}.2": body(Item("again")),
+    }
+    assert (unforwarded(bench), len(unforwarded(bench, forwarded=True))) == ([], 2)

@@ -164,8 +164,8 @@ async def test_letters_that_are_to_be_forwarded_are_measured(database: str) -> N
             " '', '', '', 1, now(), now() - make_interval(secs => 100 - n) from generate_series(1, 3) as n"
         )
         connection.execute(
-            "insert into idemconsumer.forward (letter, app, handler, due_at, forwarded_at) select id, 'shop', 'take',"
-            " now(), case when id = 1 then now() end from idemconsumer.dead_letter"
+            "insert into idemconsumer.outbox (destination, letter, body, created_at) select 'kafka:t', id, '', last_at"
+            " from idemconsumer.dead_letter where id > 1"
         )
     looking = measured.DatabaseLook(database, "idemconsumer")
     found = await looking.look([])

@@ -13,8 +13,8 @@ from idemconsumer.errors import StoreUnavailable
 from idemconsumer.observe.counts import Counts
 from idemconsumer.rules.session_pause import SOON
 from idemconsumer.sql.queries import load
-from idemconsumer.worker.forwarding import Forwarder
 from idemconsumer.worker.outgoing import OutgoingLane
+from idemconsumer.worker.relay import Relay
 from tests.support.waiting import PATIENCE, until
 
 FAILURES = 12  # in a row
@@ -59,40 +59,22 @@ async def test_a_relay_looks_again_soon_unless_it_is_its_broker_that_is_away(
     assert (max(pauses) <= SOON) == isinstance(error, StoreUnavailable)
 
 
-async def test_a_forwarder_looks_again_soon_unless_it_is_its_destination_that_is_away(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    pauses: list[float] = []
-
-    def timeout(seconds: float) -> asyncio.Timeout:
-        pauses.append(seconds)
-        if len(pauses) == FAILURES:
-            forwarder.stop()
-        return asyncio.Timeout(0)
-
-    monkeypatch.setattr("asyncio.timeout", timeout)
-    gone: Any = Away(error)
-    forwarder = Forwarder(gone, "app", ["handle"], "kafka:t", gone, lambda *_: None)
-    await forwarder.run()
-    assert (max(pauses) <= SOON) == isinstance(error, StoreUnavailable)
-
-
 async def test_a_drain_looks_once_more_for_letters_though_the_database_was_away() -> None:
     """O19: one that was written just before would wait for another worker, or for the next start."""
     looks = list[str]()
 
     class Back(Away):
-        async def alone(self, *asked: Any) -> list[tuple[Any, ...]]:
+        async def read(self, *asked: Any) -> list[tuple[Any, ...]]:
             looks.append(asked[0])
             if len(looks) == 1:
                 raise self.error
             return []
 
     database: Any = Back(StoreUnavailable("it is away"))
-    forwarder = Forwarder(database, "app", ["handle"], "kafka:t", database, lambda *_: None)
+    relay = Relay(database, "", "idemconsumer", ["kafka"], database, Counts(), lambda *_: None)
     async with asyncio.timeout(PATIENCE):
-        running = asyncio.create_task(forwarder.run())
+        running = asyncio.create_task(relay.run())
         await until(lambda: looks)
-        forwarder.stop()
+        relay.stop()
         await running
-    assert looks == ["take_forwards"] * 2
+    assert looks == ["outbox_destinations"] * 2

@@ -39,7 +39,7 @@ NTH: Final = {
     Point.DEAD_LETTERED: 2,
     Point.SETTLING: 3,
     Point.SETTLED: 3,
-    Point.FORWARDED: 1,
+    Point.RELAYED: 1,
 }
 
 # Where a batch takes a different path from single messages.
@@ -75,9 +75,8 @@ class Bench:
         return work(self.dsn, *crash, IDEMCONSUMER_SCHEMA=SCHEMA, **({"CRASH_BATCHES": "1"} if batches else {}))
 
     def let_visibility_pass(self) -> None:
-        """What a dead worker held is delivered again after 10 s, and what it forwarded after 60 s."""
+        """What a dead worker held is delivered again after 10 s."""
         self.db.execute("update idemconsumer.queue set visible_at = clock_timestamp()")
-        self.db.execute("update idemconsumer.forward set due_at = clock_timestamp()")
 
     def effects(self) -> Counter[str]:
         return Counter(name for (name,) in self.db.execute("select id from effect").fetchall())
@@ -124,7 +123,7 @@ def bench(database: str) -> Bench:
 
 
 def test_every_point_has_its_crash() -> None:
-    of_the_outbox = {Point.RELAYING, Point.RELAYED}  # tests/worker/test_outbox_crashes.py
+    of_the_outbox = {Point.RELAYING}  # tests/worker/test_outbox_crashes.py
     assert set(NTH) == set(Point) - of_the_outbox
 
 
@@ -136,7 +135,7 @@ def test_a_crash_at(bench: Bench, point: Point) -> None:
     bench.let_visibility_pass()
     assert bench.work() == 0
     nothing_is_lost_or_doubled(bench)
-    if point is Point.FORWARDED:  # sent, and not marked yet: sent again under the same id
+    if point is Point.RELAYED:  # sent, and not marked yet: sent again under the same id
         assert 2 in bench.forwarded().values()
 
 

@@ -13,7 +13,7 @@ from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.stores.connection import Connection
 
 _FOR_MESSAGES: ContextVar[bool] = ContextVar("idem_for_messages", default=False)
-_BESIDE: Final = (Point.FORWARDED, Point.RELAYING, Point.RELAYED)
+_BESIDE: Final = (Point.RELAYING, Point.RELAYED)
 
 
 def passing(point: Point | SagaPoint) -> None:

@@ -33,8 +33,6 @@ select what, count(*), (extract(epoch from min(at) - (select now from clock)))::
     union all
     select 'refused message to ' || destination, null from idemconsumer.outbox where parked_at is not null
     union all
-    select 'dead letter to forward of ' || handler, due_at from idemconsumer.forward where forwarded_at is null
-    union all
     select 'accepted message of ' || a.handler, a.until from idemconsumer.accepted as a
     join idemconsumer.record as r on r.key = a.key and r.state = 0 where a.until is not null
 ) as w group by what order by 3 nulls last, 1
