@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from hashlib import sha256
@@ -9,6 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 import aio_pika
+import psycopg
 import pytest
 from aiokafka import AIOKafkaProducer
 
@@ -259,6 +261,7 @@ async def test_what_waits_for_its_destination_is_sent_as_it_is_then(
     }
     admin = Admin(bench.dsn, SCHEMA)
     assert await admin.discard(Which(ids=[numbers["deleted"]]), by="ann") == 1
+    assert (numbers["deleted"],) not in unforwarded(bench)
     bench.do(
         "update idemconsumer.dead_letter set body = '', body_size = 10, emptied_at = now() where id = %s",
         numbers["emptied"],
@@ -274,3 +277,30 @@ async def test_what_waits_for_its_destination_is_sent_as_it_is_then(
         f"shop-dead-{numbers['again']}.2": body(Item("again")),
     }
     assert (unforwarded(bench), len(unforwarded(bench, forwarded=True))) == ([], 2)
+
+
+async def test_who_deletes_a_letter_while_it_is_sent_and_who_marks_it_do_not_wait_for_each_other(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, publish, sent = App("shop"), bench.broker.publish, 0
+
+    @app.idempotent_handler("postgres:orders", key="id", max_attempts=1, dead_letter_to="memory:dlq")
+    async def handle(item: Item, tx: Tx) -> None:
+        raise ValueError(item.id)
+
+    with psycopg.connect(bench.dsn) as deleting:
+
+        async def watched(name: str, messages: Sequence[Outgoing]) -> None:
+            nonlocal sent
+            await publish(name, messages)
+            sent += 1
+            if sent == 1:
+                deleting.execute("select from idemconsumer.dead_letter for update")
+
+        monkeypatch.setattr(bench.broker, "publish", watched)
+        bench.enqueue("orders", Item("a"))
+        async with bench.running(app) as running:
+            await running.until(lambda: sent == 1 and bench.do("select from pg_locks where not granted") != [])
+            await asyncio.to_thread(deleting.execute, "delete from idemconsumer.dead_letter")
+            deleting.commit()
+    assert (sent, unforwarded(bench)) == (1, [])
