@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, TypeAlias
 
 from idemconsumer.http.exchanged import Headers, Request, Response
@@ -19,7 +19,7 @@ Asgi: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 def request_of(scope: Scope) -> Request:
     """The request, without its body. Its path is as the app's routes have it: without what the server or a mount has
     put before it."""
-    headers = tuple((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"])
+    headers = tuple((name.lower(), value) for name, value in decoded(scope["headers"]))
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     if root and path.startswith(f"{root}/"):
         path = path[len(root) :]
@@ -54,3 +54,8 @@ async def respond(send: Send, response: Response) -> None:
 def encoded(headers: Headers) -> list[tuple[bytes, bytes]]:
     """As ASGI has them."""
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+
+
+def decoded(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """As ASGI had them."""
+    return tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)

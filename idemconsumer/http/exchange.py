@@ -1,5 +1,5 @@
-"""One request of ASGI and the application's response to it, which is held back until what it says is certain (H3), and
-sent then. What a route without Tx has begun goes on without a client (H13).
+"""One request and the application's response to it, which is held back until what it says is certain (H3), and sent
+then. What a route without Tx has begun goes on without a client (H13). What is no ASGI application is made one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from idemconsumer import forks
-from idemconsumer.http.asgi_wire import Asgi, Message, Receive, Scope, Send, encoded, respond
+from idemconsumer.http.asgi_wire import Asgi, Message, Receive, Scope, Send, decoded, encoded, respond
 from idemconsumer.http.current import slot_of_task
 from idemconsumer.http.exchanged import Headers, Response
 from idemconsumer.http.frameworks import COVERED, covered, routed
@@ -18,7 +18,6 @@ from idemconsumer.http.modes import Answer, CutOff, Open
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import GOES_ON
 from idemconsumer.logs import log
-from idemconsumer.rules.http import content_type, streams
 from idemconsumer.user_code.cancellation import leave_behind, uninterrupted, until_done
 
 _GRACE: Final = 5.0  # seconds for an application that was cancelled
@@ -164,7 +163,7 @@ class Exchange:
 
     def _leave(self, answering: asyncio.Task[Answer]) -> None:
         """There is no client any more: what is sent goes nowhere."""
-        self.receive, self.send = _gone, _nowhere
+        self.receive, self.send = gone, _nowhere
         task = asyncio.create_task(self._serve_nobody(answering))
         _GOING_ON.add(task)
         task.add_done_callback(_GOING_ON.discard)
@@ -219,13 +218,13 @@ class _Run:
         if starts:  # they may be read only once
             message = {**message, "headers": list(message.get("headers", ()))}
         self.held.append(message)
-        route = self._exchange.policy.route
+        policy = self._exchange.policy
         if starts:
-            if route.stream or streams(content_type(_decoded(message))):
+            if policy.streams(decoded(message["headers"])):
                 await self._hold(whole=False)
         elif message["type"] == "http.response.body":
             self._size += len(message.get("body", b""))
-            if self._size > route.max_response:
+            if self._size > policy.route.max_response:
                 await self._hold(whole=False)
             elif not message.get("more_body", False):
                 await self._hold(whole=True)
@@ -234,15 +233,11 @@ class _Run:
         start, *parts = self.held
         body = b"".join(part.get("body", b"") for part in parts) if whole else b""
         if not self.response.done():
-            self.response.set_result(Response(start["status"], _decoded(start), body, whole))
+            self.response.set_result(Response(start["status"], decoded(start["headers"]), body, whole))
         await self.open.wait()
 
 
-def _decoded(start: Message) -> Headers:
-    return tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in start["headers"])
-
-
-async def _gone() -> Message:
+async def gone() -> Message:
     return {"type": "http.disconnect"}
 
 

@@ -11,14 +11,14 @@ import msgspec
 
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.handlers.durations import MAX_RUN, parse_duration
-from idemconsumer.http.exchanged import Request, Response
+from idemconsumer.http.exchanged import Headers, Request, Response
 from idemconsumer.message import extraction, keys
 from idemconsumer.message.decoders import is_async, takes
 from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message
 from idemconsumer.ports.arguments import Done, Duration, NotDone, Unknown
 from idemconsumer.ports.requests import LostRequest
-from idemconsumer.rules.http import host_name, kept_by_default
+from idemconsumer.rules.http import content_type, host_name, kept_by_default, streams
 
 Fingerprint: TypeAlias = Literal["bytes", "json"] | Sequence[str] | None
 Take: TypeAlias = Callable[[Request, bytes], bytes]
@@ -109,6 +109,10 @@ class Policy:
     expires: float | None
     retain: float
     again: bool  # whether a request whose owner was lost may be taken over
+
+    def streams(self, headers: Headers) -> bool:
+        """Whether a response with these headers is sent as it comes."""
+        return self.route.stream or streams(content_type(headers))
 
 
 def compile_route(name: str, route: Route, *, named: bool = False) -> Policy:

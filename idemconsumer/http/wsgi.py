@@ -9,13 +9,14 @@ from typing import Any, Final
 from idemconsumer.http.accept_later import AcceptLater
 from idemconsumer.http.background import background
 from idemconsumer.http.current import slot_without_key
+from idemconsumer.http.exchange import Exchange, gone
 from idemconsumer.http.exchanged import Headers, Request, Response
 from idemconsumer.http.frameworks import FlaskRoutes
 from idemconsumer.http.idempotency import Admitted, Idempotency, RouteTable, checked_tenant, passes
 from idemconsumer.http.marks import seen
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import BODY_TOO_LARGE, Problem
-from idemconsumer.http.wsgi_exchange import Environ, StartResponse, ThreadExchange, Wsgi, respond
+from idemconsumer.http.wsgi_exchange import Environ, RequestThread, StartResponse, Wsgi, respond
 from idemconsumer.rules.http import MOST_DIGITS
 from idemconsumer.rules.routes import SAFE
 
@@ -69,10 +70,13 @@ class IdempotencyMiddleware:
             return respond(start_response, self.idempotency.refused(policy, body))
         if body is None:
             return respond(start_response, _GONE)
-        exchange = ThreadExchange(self.app, environ, body, policy)
-        there = background()
-        there.closing.add(self.idempotency.close)
-        return exchange.serve(there.start(self.idempotency.answer(admitted, body, exchange.run)), start_response)
+        thread = RequestThread(self.app, environ, body, policy)
+        background().closing.add(self.idempotency.close)
+        return thread.serve(self._answer(admitted, body, thread), start_response)
+
+    async def _answer(self, admitted: Admitted, body: bytes, thread: RequestThread) -> None:
+        exchange = Exchange(thread, {"headers": ()}, body, gone, thread.send, admitted.policy)
+        await exchange.serve(self.idempotency.answer(admitted, body, exchange.run))
 
     def close(self) -> None:
         """Close what was opened in this process. Call it once all requests have been answered; the next one opens it

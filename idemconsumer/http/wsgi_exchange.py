@@ -1,25 +1,30 @@
-"""One request of WSGI: the application runs in the thread of its caller, and what decides about it in the loop."""
+"""A WSGI application as one of ASGI (PEP 3333): it runs in the thread of its request, and what decides about it in the
+loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import closing, suppress
 from http import HTTPStatus
 from io import BytesIO
+from itertools import chain
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 from idemconsumer import forks
-from idemconsumer.http.current import Slot, slot_in_thread, slot_of_task
+from idemconsumer.http.asgi_wire import Message, Receive, Scope, Send, decoded, encoded
+from idemconsumer.http.background import background
+from idemconsumer.http.current import slot_in_thread, slot_of_task
 from idemconsumer.http.exchanged import Headers, Response
-from idemconsumer.http.frameworks import COVERED, covered
-from idemconsumer.http.modes import Answer, CutOff, Open
+from idemconsumer.http.frameworks import COVERED
+from idemconsumer.http.modes import CutOff
 from idemconsumer.http.policy import Policy
-from idemconsumer.rules.http import bodiless, content_type, streams
+from idemconsumer.rules.http import bodiless
 
 Environ: TypeAlias = dict[str, Any]
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
@@ -28,153 +33,196 @@ StartResponse: TypeAlias = Callable[..., Write]
 Wsgi: TypeAlias = Callable[[Environ, StartResponse], Iterable[bytes]]
 
 _PHRASES: Final = {each.value: each.phrase for each in HTTPStatus}
+_STATUS: Final = "idemconsumer.status"  # of a message that starts a response: as the application has said it
 
-_Order = Future["Response | Exception"]
-"""To run the application once. It is taken by the thread, which then runs it, or by the loop, which gives it up. What
-the application raises is its result: as an exception it might become one of asyncio's."""
+_Result = Future["bytes | Exception | None"]
+"""What the application raises is one: as an exception it might become one of asyncio's."""
 
 
-class ThreadExchange:
-    """Runs the application in the thread that calls `serve`, as often as the loop calls `run`.
+class RequestThread:
+    """The thread of one request does what the loop asks of it, one act after another: runs the application until there
+    is something to send, and hands to the server what is sent.
 
-    A thread cannot be cancelled. A run that is cancelled is over for the loop: the transaction is rolled back, or the
-    key was lost, and its Tx refuses whatever the thread still asks of it (H51). An order for a thread that has ended
-    fails, so that its key is given back.
+    A thread cannot be cancelled. An act that is cancelled is over for the loop: the transaction is rolled back, or the
+    key was lost, and its Tx refuses whatever the thread still asks of it (H51). What is asked of a thread that has
+    ended fails, so that its key is given back.
     """
 
     def __init__(self, app: Wsgi, environ: Environ, body: bytes, policy: Policy) -> None:
-        self._app = app
+        self.app = app
         self._environ = environ
         self._body = body
         self._policy = policy
-        self._orders: SimpleQueue[tuple[_Order, Slot] | None] = SimpleQueue()
-        self._thread_ended = False
-        self._last: _Call | None = None
+        self._given: SimpleQueue[tuple[_Result, Callable[[], bytes | None]] | Message | None] = SimpleQueue()
+        self._ended = False
+        self._call: _Call | None = None
 
-    async def run(self, limit: float | None = None) -> Response:
-        """See `modes.Run`, in the loop. Raises RuntimeError if it ends without a response, or its thread has ended.
-        `limit` is not obeyed: the thread that would tell the client is the one that runs."""
-        order = _Order()
-        self._orders.put((order, slot_of_task()))
-        if self._thread_ended:
-            self._refuse()
-        ended = await asyncio.wrap_future(order)  # cancelled, it gives up an order that the thread has not taken
-        if isinstance(ended, Exception):
-            raise ended
-        return ended
+    # ---------------------------------------------------------------------------------------------------- in the loop
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One call of the application, as ASGI has it."""
+        environ = self._environ | {
+            COVERED: scope[COVERED],
+            "HTTP_ACCEPT_ENCODING": "identity",  # H5
+            "CONTENT_LENGTH": str(len(self._body)),  # of a body that was read: it is known, and it ends
+            "wsgi.input_terminated": True,
+            "wsgi.input": BytesIO(self._body),
+        }
+        slot, call = slot_of_task(), _Call(self.app, environ, self._policy)
+        self._call = call
 
-    def serve(self, answering: Future[Answer], start_response: StartResponse) -> Iterable[bytes]:
-        """In the thread: run the application when that is asked for, until there is an answer, and send that."""
-        answering.add_done_callback(lambda _: self._orders.put(None))
+        def read() -> bytes:
+            with slot_in_thread(slot), forks.never_in_a_child():
+                return call.read()
+
         try:
-            while (given := self._orders.get()) is not None:
-                order, slot = given
-                if order.set_running_or_notify_cancel():
-                    self._obey(order, slot)
-        except BaseException:  # the server ends this thread
-            self._thread_ended = True  # before it looks: `run` looks after it has ordered
+            part = await self._done(read)
+            await send(call.start)
+            while not call.ended:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                part = await self._done(read)
+            await send({"type": "http.response.body", "body": part, "more_body": False})
+        finally:
+            if not call.ended:
+                self._given.put((_Result(), call.close))
+
+    async def send(self, message: Message) -> None:
+        """To the server."""
+        self._given.put(message)
+
+    async def _done(self, act: Callable[[], bytes]) -> Any:
+        result = _Result()
+        self._given.put((result, act))
+        if self._ended:
             self._refuse()
-            self._discard()
+        got = await asyncio.wrap_future(result)  # cancelled, it gives up an act that the thread has not begun
+        if isinstance(got, Exception):
+            raise got
+        return got
+
+    # -------------------------------------------------------------------------------------------------- in the thread
+    def serve(self, answering: Coroutine[Any, Any, None], start_response: StartResponse) -> Iterable[bytes]:
+        """Do what is asked until there is an answer, and give it to the server."""
+        sent = self._sent(background().start(answering), start_response)
+        first = next(sent)
+        if first["more_body"]:
+            return _parts(first, sent)
+        return [first["body"]] if first["body"] else []  # of one part a server knows the length
+
+    def _sent(self, serving: Future[None], start_response: StartResponse) -> Generator[Message]:
+        """The parts of the body. It ends with the thread, when the server closes it, and when nobody has it any more:
+        in whatever thread, the loop's too, so only the request's own waits until its key is given back."""
+        thread, more = threading.get_ident(), False
+        serving.add_done_callback(lambda _: self._given.put(None))
+        try:
+            while (given := self._given.get()) is not None:
+                if isinstance(given, tuple):
+                    _do(*given)
+                elif given["type"] == "http.response.start":
+                    line = given.get(_STATUS) or _status_line(given["status"])
+                    start_response(line, list(decoded(given["headers"])))
+                else:
+                    more = given["more_body"]
+                    yield given
+            serving.result()
+        except BaseException as error:
+            self._ended = True  # before it looks: who asks looks after that
+            self._refuse()
+            if self._call is not None:
+                self._call.close()
+            if more and isinstance(error, GeneratorExit) and threading.get_ident() == thread:
+                wait([serving])
             raise
-        answer = answering.result()
-        if answer.live and self._last is not None:
-            return self._last.live(start_response, answer)
-        self._discard()
-        return respond(start_response, answer.response)
 
     def _refuse(self) -> None:
+        def refuse() -> NoReturn:
+            raise RuntimeError("the thread of the request has ended before it was run")
+
         with suppress(Empty):
             while True:
-                given = self._orders.get_nowait()
-                if given is not None and given[0].set_running_or_notify_cancel():
-                    given[0].set_result(RuntimeError("the thread of the request has ended before it was run"))
+                if isinstance(given := self._given.get_nowait(), tuple):
+                    _do(given[0], refuse)
 
-    def _obey(self, order: _Order, slot: Slot) -> None:
-        self._discard()
-        missed = covered(self._app)
-        environ = {**self._environ, "HTTP_ACCEPT_ENCODING": "identity", COVERED: missed}  # H5
-        # Of a body that was read: its length is known, and it ends.
-        environ |= {"CONTENT_LENGTH": str(len(self._body)), "wsgi.input_terminated": True}
-        environ["wsgi.input"] = BytesIO(self._body)
-        self._last = call = _Call(self._app, environ, self._policy)
-        try:
-            with slot_in_thread(slot), forks.never_in_a_child():
-                response = call.response()
-        except Exception as error:  # noqa: BLE001 - of the application: it is raised where the run was asked for
-            order.set_result(error)
-        except BaseException as error:
-            order.set_result(CutOff(f"the application was ended with its thread, by {type(error).__name__}"))
-            raise
-        else:
-            order.set_result(replace(response, routed=not missed or slot.asked))
 
-    def _discard(self) -> None:
-        """End the last run, of which nothing is sent."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.close()
+def _parts(first: Message, sent: Generator[Message]) -> Iterator[bytes]:
+    with closing(sent):
+        for message in chain([first], sent):
+            if message["body"]:
+                yield message["body"]
+
+
+def respond(start_response: StartResponse, response: Response) -> Iterable[bytes]:
+    """Send all of it."""
+    start_response(_status_line(response.status), list(response.headers))
+    return [] if bodiless(response.status) else [response.body]
+
+
+def _do(result: _Result, act: Callable[[], bytes | None]) -> None:
+    if not result.set_running_or_notify_cancel():
+        return
+    try:
+        result.set_result(act())
+    except Exception as error:  # noqa: BLE001 - of the application: it is raised where the act was asked for
+        result.set_result(error)
+    except BaseException as error:
+        result.set_result(CutOff(f"the application was ended with its thread, by {type(error).__name__}"))
+        raise
+
+
+def _status_line(status: int) -> str:
+    return f"{status} {_PHRASES.get(status, 'Unknown')}"
 
 
 class _Call:
-    """One of the application, whose response is held back (PEP 3333)."""
+    """One call of the application (PEP 3333). What it gives to `write` is held in memory until it returns."""
 
     def __init__(self, app: Wsgi, environ: Environ, policy: Policy) -> None:
+        self.ended = False
         self._app = app
         self._environ = environ
         self._policy = policy
         self._status = ""
         self._headers: Headers = ()
+        self._begun = False
         self._held: list[bytes] = []
         self._size = 0
         self._parts: Iterable[bytes] = ()
-        self._rest: Iterator[bytes] = iter(())
-        self._ended = False
-        self._server: StartResponse | None = None  # once nothing is held back any more
-        self._write: Write | None = None
+        self._rest: Iterator[bytes] | None = None
 
-    def response(self) -> Response:
-        """Whole, or its beginning: a stream, or more than the policy keeps. What the application gives to `write` is
-        held in memory until it returns, whatever its size."""
+    def read(self) -> bytes:
+        """All of its body, or more than the policy keeps; of a stream nothing at first, then each part."""
         try:
-            self._parts = self._app(self._environ, self._start_response)
-            self._rest = iter(self._parts)
-            while not self._begins():
-                part = next(self._rest, None)
-                if part is None:
-                    return self._whole()
-                self._hold(part)
-            return Response(self._code, self._headers, b"", whole=False)
+            if self._rest is None:
+                self._parts = self._app(self._environ, self._start_response)
+                self._rest = iter(self._parts)
+            while not (self.ended or self._enough):
+                if (part := next(self._rest, None)) is not None:
+                    self._hold(part)
+                else:
+                    self.close()  # what it still does belongs to the request, and may fail
+                    self.ended = True
+            if not self._status:
+                raise RuntimeError("the application has ended without a response")
         except BaseException:
             self.close()
             raise
-
-    def _begins(self) -> bool:
-        its = self._policy.route
-        return self._size > its.max_response or (
-            bool(self._status) and (its.stream or streams(content_type(self._headers)))
-        )
-
-    def _whole(self) -> Response:
-        self.close()  # what it still does belongs to the request, and may fail
-        self._ended = True
-        if not self._status:
-            raise RuntimeError("the application has ended without a response")
-        return Response(self._code, self._headers, b"".join(self._held))
+        self._begun = True
+        held, self._held = b"".join(self._held), []
+        return held
 
     @property
-    def _code(self) -> int:
-        return int(self._status.split(" ", 1)[0])
+    def _enough(self) -> bool:
+        if self._begun:
+            return any(self._held)
+        return self._size > self._policy.route.max_response or (
+            bool(self._status) and self._policy.streams(self._headers)
+        )
 
-    def live(self, start_response: StartResponse, answer: Answer) -> Iterable[bytes]:
-        """Send what was held back, with the marks of the answer as more headers, then everything as it comes."""
-        self._server = start_response
-        live = _Live(self._held, self._rest, self.close, answer.open)
-        try:
-            self._write = start_response(self._status, [*self._headers, *answer.marks])
-        except BaseException:
-            live.close()
-            raise
-        return [b"".join(self._held)] if self._ended else live  # of one part a server knows the length
+    @property
+    def start(self) -> Message:
+        status = int(self._status.split(" ", 1)[0])
+        return {
+            "type": "http.response.start", "status": status, "headers": encoded(self._headers), _STATUS: self._status,
+        }  # fmt: skip
 
     def close(self) -> None:
         """Once, as the server would."""
@@ -183,70 +231,15 @@ class _Call:
             close()
 
     def _start_response(self, status: str, headers: Any, exc_info: ExcInfo | None = None) -> Write:
-        if self._server is not None:
-            self._write = self._server(status, headers, exc_info) if exc_info else self._server(status, headers)
-            return self._write
-        if exc_info is not None and exc_info[1] is not None and self._size:
+        if exc_info is not None and exc_info[1] is not None and (self._size or self._begun):
             raise exc_info[1].with_traceback(exc_info[2])  # a server would have sent the headers by now
         if exc_info is None and self._status:
             raise AssertionError("the application has called start_response twice, without exc_info")
         self._status, self._headers = status, tuple(headers)
-        return self._hold_or_write
-
-    def _hold_or_write(self, part: bytes) -> None:
-        if self._write is not None:
-            self._write(part)
-        else:
-            self._hold(part)
+        return self._hold
 
     def _hold(self, part: bytes) -> None:
         if part and not self._status:
             raise AssertionError("the application has given a body before it has called start_response")
         self._held.append(part)
         self._size += len(part)
-
-
-class _Live:
-    """What a server iterates over, and closes; its key is given back even if nobody does."""
-
-    def __init__(
-        self, held: list[bytes], rest: Iterator[bytes], close: Callable[[], None], under_key: Open | None
-    ) -> None:
-        self._held = iter(held)
-        self._rest = rest
-        self._close = close
-        self._under_key = under_key
-
-    def __iter__(self) -> Iterator[bytes]:
-        yield from self._held
-        while (part := self._next()) is not None:
-            yield part
-        self.close()
-
-    def close(self) -> None:
-        try:
-            self._close()
-        finally:
-            if (ending := self._end()) is not None:
-                ending.result()
-
-    def __del__(self) -> None:
-        """Nobody has closed it. In whatever thread, the loop's too: it waits for nothing."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._end()
-
-    def _end(self) -> Future[None] | None:
-        ended, self._under_key = self._under_key, None
-        return None if ended is None else asyncio.run_coroutine_threadsafe(ended.end(), ended.lost.get_loop())
-
-    def _next(self) -> bytes | None:
-        """Nothing more is asked of an application that has lost its key."""
-        if self._under_key is not None and self._under_key.lost.done():
-            raise CutOff("the key of a request was lost in the middle of its response")
-        return next(self._rest, None)
-
-
-def respond(start_response: StartResponse, response: Response) -> Iterable[bytes]:
-    """Send all of it."""
-    start_response(f"{response.status} {_PHRASES.get(response.status, 'Unknown')}", list(response.headers))
-    return [] if bodiless(response.status) else [response.body]
