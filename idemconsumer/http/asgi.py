@@ -8,12 +8,12 @@ from idemconsumer.http.asgi_wire import Asgi, Message, Receive, Scope, Send, rea
 from idemconsumer.http.current import slot_without_key
 from idemconsumer.http.exchange import Exchange
 from idemconsumer.http.exchanged import Request
-from idemconsumer.http.frameworks import COVERED, is_litestar, marked_routes
+from idemconsumer.http.frameworks import COVERED, AsgiRoutes
 from idemconsumer.http.idempotency import Idempotency, RouteTable
 from idemconsumer.http.marks import seen, unseen
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Problem
-from idemconsumer.rules.routes import SAFE, alike
+from idemconsumer.rules.routes import SAFE
 
 
 class IdempotencyMiddleware:
@@ -31,7 +31,6 @@ class IdempotencyMiddleware:
         self.app = app
         self.idempotency = idempotency
         self._table: RouteTable | None = None
-        self._loose = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection, as ASGI has it."""
@@ -45,10 +44,7 @@ class IdempotencyMiddleware:
 
     def _made(self, scope: Scope) -> RouteTable:
         # The app of the scope may be one around this middleware.
-        around = scope.get("app") or scope.get("litestar_app")
-        marked = marked_routes(self.app) or marked_routes(around)
-        self._loose = is_litestar(self.app) or is_litestar(around)
-        return self.idempotency.table(marked)
+        return self.idempotency.table(AsgiRoutes(self.app, scope.get("app") or scope.get("litestar_app")))
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = request_of(scope)
@@ -66,7 +62,7 @@ class IdempotencyMiddleware:
         """The table is made once: what was marked in the app is known when its first request comes."""
         if self._table is None:
             self._table = self._made(scope)
-        return self._table.find(request.method, *(alike(request.path) if self._loose else (request.path,)))
+        return self._table.find(request)
 
     async def _covered(self, request: Request, policy: Policy, scope: Scope, receive: Receive, send: Send) -> None:
         admitted = await self.idempotency.admit(request, policy)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from idemconsumer.http.current import GIVES_TX
+from idemconsumer.http.exchanged import Request
 from idemconsumer.http.marks import EFFECTS, mark_of
 from idemconsumer.http.policy import Route
-from idemconsumer.rules.routes import SAFE, Pattern, alike, pattern, types
+from idemconsumer.rules.routes import SAFE, alike, types
 
 DOOR: Final = "__idempotent_door__"
 COVERED: Final = "idemconsumer.covered"
@@ -38,11 +40,6 @@ class MarkedRoute:
     types: Mapping[str, str] = field(default_factory=dict)
     rule: object = None
 
-    @property
-    def pattern(self) -> Pattern:
-        """Raises ValueError, as `rules.routes.pattern`."""
-        return pattern(self.name, self.types)
-
 
 def inwards(app: Any) -> list[Any]:
     """An app and what is inside of its middleware, to one that has routes. `app` may be a method of the same object."""
@@ -60,15 +57,18 @@ def static_first(routes: list[MarkedRoute]) -> list[MarkedRoute]:
 
 
 # ------------------------------------------------------------------------------------- Starlette, FastAPI and Litestar
-def marked_routes(app: object) -> list[MarkedRoute]:
-    """The routes of an app, or of what is inside of its middleware. None of an app that has no routes."""
-    found = list(_walk(getattr(_inside(app), "routes", None) or (), "", {}))
-    return static_first(found) if is_litestar(app) else found  # Litestar, in whatever order
+class AsgiRoutes:
+    """Those of the first of these apps that has any, or of what is inside of its middleware."""
 
+    def __init__(self, *apps: object) -> None:
+        self._litestar = any(hasattr(_inside(app), "route_handler_method_map") for app in apps)
+        walked = (list(_walk(getattr(_inside(app), "routes", None) or (), "", {})) for app in apps)
+        found = next(filter(None, walked), [])
+        self.all = static_first(found) if self._litestar else found
 
-def is_litestar(app: object) -> bool:
-    """Or what is inside of its middleware is."""
-    return hasattr(_inside(app), "route_handler_method_map")
+    def read(self, request: Request) -> tuple[object, tuple[str, ...]]:
+        """What the router says of a request, which cannot be asked here, and the spellings of its path."""
+        return None, alike(request.path) if self._litestar else (request.path,)
 
 
 def routed(scope: Mapping[str, Any]) -> bool:
@@ -144,33 +144,33 @@ class FlaskRoutes:
 
     def __init__(self, app: object) -> None:
         self._flask = next((each for each in inwards(app) if _is_flask(each)), None)
+        self.all = [] if self._flask is None else static_first(list(_rules(self._flask)))
 
-    def marked(self) -> list[MarkedRoute]:
-        if self._flask is None:
-            return []
-        found = []
-        for rule in self._flask.url_map.iter_rules():
-            if rule.websocket:
-                continue
-            path = _CONVERTER.sub(_placeholder, rule.rule)
-            view = self._flask.view_functions.get(rule.endpoint)
-            kind = getattr(view, "view_class", None)  # which it was made of, and whose methods may be marked
-            for method in sorted((rule.methods or set()) - SAFE):
-                its = mark_of(view) or mark_of(getattr(kind, method.lower(), None))
-                found.append(MarkedRoute(f"{method} {path}", its, tx=False, rule=rule))
-        return static_first(found)
+    def read(self, request: Request) -> tuple[object, tuple[str, ...]]:
+        """Its rule, whose converters may refuse a value. And its path, as it came and as the rule has it: Flask may
+        take no notice of slashes that are first or last."""
+        if self._flask is not None:
+            with suppress(Exception):  # the app will meet it too, and says it
+                adapter = self._flask.create_url_adapter(self._flask.request_class(request.environment))
+                rule = adapter.match(return_rule=True)[0]
+                return rule, (request.path, *alike(_CONVERTER.sub(_placeholder, rule.rule)))
+        return None, (request.path,)
 
-    def found(self, environ: Mapping[str, Any], path: str) -> tuple[Any, tuple[str, ...]]:
-        """The rule that its router takes, whose converters may refuse a value; None, if it is none. And the path, as it
-        came and as the rule has it: Flask may take no notice of slashes that are first or last."""
-        if self._flask is None:
-            return None, (path,)
-        try:
-            request = self._flask.request_class(environ)
-            rule = self._flask.create_url_adapter(request).match(return_rule=True)[0]
-        except Exception:  # noqa: BLE001 - the app will meet it too, and says it
-            return None, (path,)
-        return rule, (path, *alike(_CONVERTER.sub(_placeholder, rule.rule)))
+
+AppRoutes: TypeAlias = AsgiRoutes | FlaskRoutes
+"""`all` of them, in the order in which the router tries them."""
+
+
+def _rules(flask: Any) -> Iterator[MarkedRoute]:
+    for rule in flask.url_map.iter_rules():
+        if rule.websocket:
+            continue
+        path = _CONVERTER.sub(_placeholder, rule.rule)
+        view = flask.view_functions.get(rule.endpoint)
+        kind = getattr(view, "view_class", None)  # which it was made of, and whose methods may be marked
+        for method in sorted((rule.methods or set()) - SAFE):
+            its = mark_of(view) or mark_of(getattr(kind, method.lower(), None))
+            yield MarkedRoute(f"{method} {path}", its, tx=False, rule=rule)
 
 
 def _is_flask(app: object) -> bool:

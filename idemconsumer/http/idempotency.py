@@ -15,7 +15,7 @@ from idemconsumer.http import problems
 from idemconsumer.http.current import KEY, new_key
 from idemconsumer.http.door import Door
 from idemconsumer.http.exchanged import Request, Response
-from idemconsumer.http.frameworks import COVERED, MarkedRoute
+from idemconsumer.http.frameworks import COVERED, AppRoutes
 from idemconsumer.http.lost import LostRequests
 from idemconsumer.http.marks import mark
 from idemconsumer.http.modes import Answer, RunApplication
@@ -61,9 +61,10 @@ class Entry:
 
 
 class RouteTable:
-    """Policies by route: those that were written down come before those that the app has marked."""
+    """Policies by route: those that were written down come before those that `app` has marked."""
 
-    def __init__(self, routes: Sequence[Entry], default: Mapping[str, Policy]) -> None:
+    def __init__(self, routes: Sequence[Entry], default: Mapping[str, Policy], app: AppRoutes) -> None:
+        self._app = app
         self._routes: dict[str, list[Entry]] = {}
         for each in routes:
             self._routes.setdefault(each.pattern.method, []).append(each)
@@ -74,9 +75,9 @@ class RouteTable:
         of_routes = [each.policy for entries in self._routes.values() for each in entries if each.policy is not None]
         return [*of_routes, *self._default.values()]
 
-    def find(self, method: str, *spellings: str, rule: object = None) -> Policy | None:
-        """None: this request is none of ours. `spellings` of its path. `rule`: what the app's router says, if it was
-        asked."""
+    def find(self, request: Request) -> Policy | None:
+        """None: this request is none of ours."""
+        method, (rule, spellings) = request.method, self._app.read(request)
         for each in self._routes.get(method, ()):
             asked = rule is not None and each.rule is not None
             if each.rule is rule if asked else each.pattern.matches(method, *spellings):
@@ -127,18 +128,15 @@ class Idempotency:
         app.fronted = True
         self._tenant = tenant
         self._default = default
-        self._routes = [
-            Entry(_pattern(text), compile_route(text, route, named=True)) for text, route in (routes or {}).items()
-        ]
-        self._defaults = {
-            method: compile_route(f"{method} {UNNAMED}", default) for method in DEFAULT_METHODS if default is not None
-        }
-        self._at = (observer or NullObserver()).at
-        self._opened = OpenedStores(app, store, redis, self._at)
+        self._opened = OpenedStores(app, store, redis, (observer or NullObserver()).at)
         self._door = Door(self._opened)
         self._watch = DoorWatch(app, metrics)
-        for policy in RouteTable(self._routes, self._defaults).policies:
-            self._opened.expect(policy)
+        self._routes = [
+            Entry(_pattern(text, {}), self._obeyed(text, route, named=True)) for text, route in (routes or {}).items()
+        ]
+        self._defaults = {
+            method: self._obeyed(f"{method} {UNNAMED}", default) for method in DEFAULT_METHODS if default is not None
+        }
 
     def route(self, **options: Unpack[RouteOptions]) -> Callable[[T], T]:
         """Mark an endpoint, below its framework's decorator, with the options of a Route:
@@ -152,7 +150,7 @@ class Idempotency:
         ConfigurationError; `__wrapped__` is the function without that check. A route in `routes=` comes before this.
         """
         given = Route(**options)
-        self._opened.expect(compile_route("@route", given))
+        self._obeyed("@route", given)
 
         def marked(endpoint: T) -> T:
             its: T = mark(endpoint, given)
@@ -160,23 +158,27 @@ class Idempotency:
 
         return marked
 
-    def table(self, marked: Sequence[MarkedRoute] = ()) -> RouteTable:
+    def table(self, app: AppRoutes) -> RouteTable:
         """Return the policies, including the routes that an app has marked. Raises ConfigurationError."""
         routes, known = list(self._routes), {each.pattern.name for each in self._routes}
-        for each in marked:
+        for each in app.all:
             if each.name in known:
                 continue
             if each.route is None and not each.tx:  # it may come before a marked one that matches its path too
-                with suppress(ValueError):
-                    routes.append(Entry(each.pattern, None, each.rule))
+                with suppress(ConfigurationError):
+                    routes.append(Entry(_pattern(each.name, each.types), None, each.rule))
             else:
                 route = each.route or self._default or Route()
-                policy = compile_route(each.name, replace(route, tx=True) if each.tx else route)
-                self._opened.expect(policy)
-                routes.append(Entry(_pattern(each), policy, each.rule))
-        table = RouteTable(routes, self._defaults)
+                policy = self._obeyed(each.name, replace(route, tx=True) if each.tx else route)
+                routes.append(Entry(_pattern(each.name, each.types), policy, each.rule))
+        table = RouteTable(routes, self._defaults, app)
         self._watch.expect(table.policies)
         return table
+
+    def _obeyed(self, name: str, route: Route, *, named: bool = False) -> Policy:
+        policy = compile_route(name, route, named=named)
+        self._opened.expect(policy)
+        return policy
 
     async def admit(self, request: Request, policy: Policy) -> Admitted | Problem | None:
         """Decide whether the request may run. None: it passes unchanged. Raises what `tenant` raises."""
@@ -285,9 +287,9 @@ def passes(key: str | None, policy: Policy) -> bool:
     return key is None and not policy.tx
 
 
-def _pattern(route: MarkedRoute | str) -> Pattern:
+def _pattern(name: str, types: Mapping[str, str]) -> Pattern:
     try:
-        return pattern(route) if isinstance(route, str) else route.pattern
+        return pattern(name, types)
     except ValueError as error:
         raise ConfigurationError(f"route {error}") from None
 

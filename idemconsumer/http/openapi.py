@@ -6,7 +6,7 @@ from collections.abc import MutableMapping
 from typing import Any, Final
 
 from idemconsumer.http import problems
-from idemconsumer.http.frameworks import marked_routes
+from idemconsumer.http.frameworks import AsgiRoutes
 from idemconsumer.http.idempotency import Idempotency
 from idemconsumer.http.policy import Policy
 from idemconsumer.rules.http import MAX_KEY
@@ -31,7 +31,7 @@ def describe(schema: MutableMapping[str, Any], idempotency: Idempotency, app: ob
 
     `app` is the Starlette, FastAPI or Litestar app whose endpoints may be marked. A second call adds nothing.
     """
-    table = idempotency.table(marked_routes(app))
+    table = idempotency.table(AsgiRoutes(app))
     for path, operations in schema.get("paths", {}).items():
         for method, operation in operations.items():
             policy = table.find_described(method.upper(), path)

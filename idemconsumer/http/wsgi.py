@@ -41,7 +41,6 @@ class IdempotencyMiddleware:
     def __init__(self, app: Wsgi, idempotency: Idempotency) -> None:
         self.app = app
         self.idempotency = idempotency
-        self._flask: FlaskRoutes | None = None
         self._table: RouteTable | None = None
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
@@ -50,7 +49,9 @@ class IdempotencyMiddleware:
         if request.method in SAFE:
             with seen(None):
                 return self.app(environ, start_response)
-        policy = self._found(request, environ)
+        if self._table is None:  # made once: what was marked in the app is known when its first request comes
+            self._table = self.idempotency.table(FlaskRoutes(self.app))
+        policy = self._table.find(request)
         if policy is None:
             return self.app(environ, start_response)
         with seen(policy):
@@ -92,14 +93,6 @@ class IdempotencyMiddleware:
             return None
         tenant = self.idempotency.ask_tenant(request)
         return self.idempotency.admitted(request, policy, key, _awaited(tenant))
-
-    def _found(self, request: Request, environ: Environ) -> Policy | None:
-        """The table is made once: what was marked in the app is known when its first request comes."""
-        if self._table is None or self._flask is None:
-            self._flask = FlaskRoutes(self.app)
-            self._table = self.idempotency.table(self._flask.marked())
-        rule, spellings = self._flask.found(environ, request.path)
-        return self._table.find(request.method, *spellings, rule=rule)
 
 
 class AcceptLaterMiddleware:
