@@ -19,7 +19,7 @@ from idemconsumer.http.asgi_wire import Receive, Scope, Send, read_body, request
 from idemconsumer.http.exchanged import Request, Response
 from idemconsumer.http.idempotency import Tenant, caller, key_in
 from idemconsumer.http.policy import MIB
-from idemconsumer.http.problems import MEDIA_TYPE, OF_A_STORE, Outages, Problem
+from idemconsumer.http.problems import MEDIA_TYPE, OF_A_STORE, Outages, Problem, Refused
 from idemconsumer.rules.http import bodiless, keepable
 from idemconsumer.rules.progress import Progress
 
@@ -94,9 +94,15 @@ class AcceptLater:
         if not self.covers(request):
             await respond(send, problems.NOT_FOUND.response)
             return
-        body = await read_body(request, receive, self.max_body) if request.method == "POST" else b""
-        if body is not None:
-            await respond(send, await self.answer(request, body, await caller(self._tenant, request)))
+        try:
+            body = await read_body(request, receive, self.max_body) if request.method == "POST" else b""
+            if body is None:
+                return
+            key = self.key_of(request)
+            answer = await self.answer(request, key, await caller(self._tenant, request), body)
+        except Refused as refused:
+            answer = refused.problem.response
+        await respond(send, answer)
 
     def covers(self, request: Request) -> bool:
         """Return whether the request is a POST of the path, or asks for a Location."""
@@ -109,12 +115,14 @@ class AcceptLater:
         request."""
         return self._tenant(request)
 
-    async def answer(self, request: Request, body: bytes | Problem, tenant: str | Problem) -> Response:
+    def key_of(self, request: Request) -> str:
+        """Return the key of a POST, and nothing for who asks for a Location. Raises Refused."""
+        return _key_of(request) if request.method == "POST" else ""
+
+    async def answer(self, request: Request, key: str, tenant: str, body: bytes) -> Response:
         """Return the answer to a covered request."""
-        if isinstance(body, Problem):
-            return body.response
         if request.method == "POST":
-            return await self._accept(request, body, tenant)
+            return await self._accept(request, key, tenant, body)
         answer = await self._status(request.path.removeprefix(f"{self._path}/"), tenant)
         return replace(answer, body=b"") if request.method == "HEAD" else answer
 
@@ -124,19 +132,19 @@ class AcceptLater:
 
     async def accept(self, request: Request, body: bytes) -> Response:
         """Store the request's message, and return the answer."""
-        return await self._accept(request, body, await caller(self._tenant, request))
+        try:
+            return await self._accept(request, _key_of(request), await caller(self._tenant, request), body)
+        except Refused as refused:
+            return refused.problem.response
 
     async def status(self, request: Request, id: str) -> Response:
         """Return how far the request has come whose Location ends with this id, for the asking request's tenant."""
-        return await self._status(id, await caller(self._tenant, request))
+        try:
+            return await self._status(id, await caller(self._tenant, request))
+        except Refused as refused:
+            return refused.problem.response
 
-    async def _accept(self, request: Request, body: bytes, tenant: str | Problem) -> Response:
-        if (key := key_in(request)) is None:
-            return problems.KEY_MISSING.response
-        if isinstance(key, Problem):
-            return key.response
-        if isinstance(tenant, Problem):
-            return tenant.response
+    async def _accept(self, request: Request, key: str, tenant: str, body: bytes) -> Response:
         try:
             headers = {name: value for name, value in request.headers if name in self._passed}
             accepted = await self._app.accept(
@@ -154,15 +162,19 @@ class AcceptLater:
             return await self._status(id, tenant)
         return _waits(accepted, f"{quote(request.root + self._path)}/{id}")
 
-    async def _status(self, id: str, tenant: str | Problem) -> Response:
-        if isinstance(tenant, Problem):
-            return tenant.response
+    async def _status(self, id: str, tenant: str) -> Response:
         try:
             accepted = await self._app.accepted_by_id(self._handler, id=id, tenant=tenant)
         except OF_A_STORE as error:
             return self._outages.answered(error).response
         self._outages.heard(wrote=False)
         return told(accepted)
+
+
+def _key_of(request: Request) -> str:
+    if (key := key_in(request)) is None:
+        raise Refused(problems.KEY_MISSING)
+    return key
 
 
 def told(accepted: Accepted) -> Response:

@@ -9,10 +9,10 @@ from idemconsumer.http.current import slot_without_key
 from idemconsumer.http.exchange import Exchange
 from idemconsumer.http.exchanged import Request
 from idemconsumer.http.frameworks import COVERED, AsgiRoutes
-from idemconsumer.http.idempotency import Idempotency, RouteTable
+from idemconsumer.http.idempotency import Admitted, Idempotency, RouteTable, caller, passes
 from idemconsumer.http.marks import seen, unseen
 from idemconsumer.http.policy import Policy
-from idemconsumer.http.problems import Problem
+from idemconsumer.http.problems import Refused
 from idemconsumer.rules.routes import SAFE
 
 
@@ -54,6 +54,9 @@ class IdempotencyMiddleware:
         elif (policy := self._policy(request, scope)) is None:
             with nullcontext() if COVERED in scope else unseen():  # else a door around this one has seen it
                 await self.app(scope, receive, send)
+        elif passes(request, policy):
+            with seen(policy), slot_without_key(policy.name):
+                await self.app(scope, receive, send)
         else:
             with seen(policy):
                 await self._covered(request, policy, scope, receive, send)
@@ -65,22 +68,17 @@ class IdempotencyMiddleware:
         return self._table.find(request)
 
     async def _covered(self, request: Request, policy: Policy, scope: Scope, receive: Receive, send: Send) -> None:
-        admitted = await self.idempotency.admit(request, policy)
-        if admitted is None:
-            with slot_without_key(policy.name):
-                await self.app(scope, receive, send)
-            return
-        if isinstance(admitted, Problem):
-            await respond(send, self.idempotency.refused(policy, admitted))
-            return
-        body = await read_body(request, receive, policy.route.max_body)
-        if isinstance(body, Problem):
-            await respond(send, self.idempotency.refused(policy, body))
+        door = self.idempotency
+        try:
+            key, tenant = door.key_of(request, policy), await caller(door.ask_tenant, request)
+            body = await read_body(request, receive, policy.route.max_body)
+        except Refused as refused:
+            await respond(send, door.refused(policy, refused.problem))
             return
         if body is None:  # the client has gone before it had sent all: nothing has begun
             return
         exchange = Exchange(self.app, scope, body, receive, send, policy)
-        answering = self.idempotency.answer(admitted, body, exchange.run)
+        answering = door.answer(Admitted(request, policy, key, tenant, body), exchange.run)
         await (exchange.serve(answering) if policy.tx else exchange.serve_to_its_end(answering))
 
     def _closing(self, send: Send) -> Send:

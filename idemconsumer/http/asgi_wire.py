@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, TypeAlias
 
 from idemconsumer.http.exchanged import Headers, Request, Response
-from idemconsumer.http.problems import BODY_TOO_LARGE, Problem
+from idemconsumer.http.problems import BODY_TOO_LARGE, Refused
 from idemconsumer.rules.http import MOST_DIGITS, bodiless
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -26,11 +26,11 @@ def request_of(scope: Scope) -> Request:
     return Request(scope["method"].upper(), path, scope.get("query_string", b""), headers, scope, root)
 
 
-async def read_body(request: Request, receive: Receive, cap: int) -> bytes | Problem | None:
-    """The whole body; a problem if it is too large; None if the client has gone."""
+async def read_body(request: Request, receive: Receive, cap: int) -> bytes | None:
+    """The whole body; None if the client has gone. Raises Refused if it is too large."""
     length = request.header("content-length") or ""
     if length.isdecimal() and (len(length) > MOST_DIGITS or int(length) > cap):
-        return BODY_TOO_LARGE
+        raise Refused(BODY_TOO_LARGE)
     parts, size = list[bytes](), 0
     while True:
         message = await receive()
@@ -39,7 +39,7 @@ async def read_body(request: Request, receive: Receive, cap: int) -> bytes | Pro
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > cap:
-            return BODY_TOO_LARGE
+            raise Refused(BODY_TOO_LARGE)
         if not message.get("more_body", False):
             return b"".join(parts)
 

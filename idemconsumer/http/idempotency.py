@@ -21,7 +21,7 @@ from idemconsumer.http.marks import mark
 from idemconsumer.http.modes import Answer, RunApplication
 from idemconsumer.http.opened_stores import OpenedStores
 from idemconsumer.http.policy import Policy, Route, RouteOptions, compile_route
-from idemconsumer.http.problems import Problem
+from idemconsumer.http.problems import Problem, Refused
 from idemconsumer.http.watch import DoorWatch
 from idemconsumer.message import extraction, keys
 from idemconsumer.ports.observer import NullObserver, Observer
@@ -42,12 +42,13 @@ DEFAULT_METHODS: Final = ("POST", "PATCH")
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that may run under its key, once its body is known; or without one, in its transaction (H16)."""
+    """A request that may run under its key; or without one, in its transaction (H16)."""
 
     request: Request
     policy: Policy
-    tenant: str
     key: str | None
+    tenant: str
+    body: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,25 +181,13 @@ class Idempotency:
         self._opened.expect(policy)
         return policy
 
-    async def admit(self, request: Request, policy: Policy) -> Admitted | Problem | None:
-        """Decide whether the request may run. None: it passes unchanged. Raises what `tenant` raises."""
-        key = self.key_of(request, policy)
-        if isinstance(key, Problem):
-            return key
-        if passes(key, policy):
-            return None
-        tenant = self.ask_tenant(request)
-        return self.admitted(request, policy, key, await tenant if inspect.isawaitable(tenant) else tenant)
-
-    def key_of(self, request: Request, policy: Policy) -> str | Problem | None:
-        """Return the key of a request, if it has one. Raises ConfigurationError if the request already runs under its
-        key."""
+    def key_of(self, request: Request, policy: Policy) -> str | None:
+        """Return the key of a request that does not pass, if it has one. Raises Refused, and ConfigurationError if the
+        request already runs under its key."""
         key = key_in(request)
-        if isinstance(key, Problem):
-            return key
         if key is None and policy.route.required:
-            return problems.KEY_MISSING
-        if COVERED in request.environment and not passes(key, policy):
+            raise Refused(problems.KEY_MISSING)
+        if COVERED in request.environment:
             # It would wait for itself, and the refusal be its answer for good.
             raise ConfigurationError(
                 f"two IdempotencyMiddleware are around {policy.name!r}; leave one out, or write default=None and "
@@ -211,37 +200,29 @@ class Idempotency:
         request."""
         return self._tenant(request)
 
-    def admitted(self, request: Request, policy: Policy, key: str | None, given: object) -> Admitted | Problem:
-        """Return a request of which all is known but its body. `given`: the return value of `tenant`."""
-        tenant = checked_tenant(given)
-        return tenant if isinstance(tenant, Problem) else Admitted(request, policy, tenant, key)
-
-    async def answer(self, admitted: Admitted, body: bytes, run: RunApplication) -> Answer:
+    async def answer(self, admitted: Admitted, run: RunApplication) -> Answer:
         """Return the answer to an admitted request. Raises what the application raises. Until the store has answered
         once, raises ConfigurationError if it cannot be used."""
-        return await self._watch.follow(
-            admitted.policy, self._answered(admitted, body, run), keyed=admitted.key is not None
-        )
-
-    def refused(self, policy: Policy, problem: Problem) -> Response:
-        """Return the answer to a request that is not admitted, or whose body is not."""
-        return self._watch.refused(policy, problem)
-
-    async def _answered(self, admitted: Admitted, body: bytes, run: RunApplication) -> Answer:
         policy, key = admitted.policy, admitted.key
         if key is None:
             KEY.set(new_key())
-            return await self._door.answer_without_key(policy, run)
-        return await self._door.answer(lambda: self._claim(admitted, key, body), policy, run)
+            answering = self._door.answer_without_key(policy, run)
+        else:
+            answering = self._door.answer(lambda: self._claim(admitted, key), policy, run)
+        return await self._watch.follow(policy, answering, keyed=key is not None)
 
-    def _claim(self, admitted: Admitted, given: str, body: bytes) -> Claim:
+    def refused(self, policy: Policy, problem: Problem) -> Response:
+        """Return the answer to a request that is not admitted."""
+        return self._watch.refused(policy, problem)
+
+    def _claim(self, admitted: Admitted, given: str) -> Claim:
         policy, tenant, request = admitted.policy, admitted.tenant, admitted.request
         stored = request_key(self._name, tenant, policy.name, given, root=request.root, path=request.path)
         KEY.set(stored.hex())
         return Claim(
             key=stored,
             scope=keys.scope_name(self._name, tenant, policy.name),
-            fingerprint=None if policy.take is None else policy.take(request, body),
+            fingerprint=None if policy.take is None else policy.take(request, admitted.body),
             retain=policy.retain,
             expires=policy.expires,
         )
@@ -274,17 +255,17 @@ class Idempotency:
         await asyncio.shield(self._opened.close())
 
 
-def key_in(request: Request) -> str | Problem | None:
-    """The key that a request names, or what is wrong with it."""
+def key_in(request: Request) -> str | None:
+    """The key that a request names. Raises Refused."""
     key = parse_key(request.values("idempotency-key"))
     if isinstance(key, BadKey):
-        return problems.KEY_REPEATED if key is BadKey.REPEATED else problems.KEY_MALFORMED
+        raise Refused(problems.KEY_REPEATED if key is BadKey.REPEATED else problems.KEY_MALFORMED)
     return key
 
 
-def passes(key: str | None, policy: Policy) -> bool:
-    """Whether a request with this key, or without one, goes on as if there was no door."""
-    return key is None and not policy.tx
+def passes(request: Request, policy: Policy) -> bool:
+    """Whether a request goes on as if there was no door."""
+    return not (policy.tx or policy.route.required or request.values("idempotency-key"))
 
 
 def _pattern(name: str, types: Mapping[str, str]) -> Pattern:
@@ -294,16 +275,16 @@ def _pattern(name: str, types: Mapping[str, str]) -> Pattern:
         raise ConfigurationError(f"route {error}") from None
 
 
-async def caller(resolve: Tenant, request: Request) -> str | Problem:
-    """The tenant of a request. Raises what `resolve` raises, TypeError and ValueError for what is no tenant."""
+async def caller(resolve: Tenant, request: Request) -> str:
+    """The tenant of a request. Raises what `resolve` raises, and as `checked_tenant`."""
     given = resolve(request)
     return checked_tenant(await given if inspect.isawaitable(given) else given)
 
 
-def checked_tenant(tenant: object) -> str | Problem:
-    """What a resolver said, if it can be a tenant. Raises TypeError and ValueError."""
+def checked_tenant(tenant: object) -> str:
+    """What a resolver said, if it can be a tenant. Raises Refused, TypeError and ValueError."""
     if tenant is None or tenant == "":
-        return problems.TENANT_MISSING
+        raise Refused(problems.TENANT_MISSING)
     if not isinstance(tenant, str):
         raise TypeError(f"`tenant` returned {type(tenant).__name__}; return str, or None")
     try:

@@ -54,6 +54,14 @@ class Problem:
         return Response(self.status, tuple(headers), body)
 
 
+class Refused(Exception):
+    """A request is answered with a problem, and nothing of it begins."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.name)
+        self.problem = problem
+
+
 KEY_MISSING: Final = Problem(
     "key-missing",
     400,

@@ -15,7 +15,7 @@ from idemconsumer.http.frameworks import FlaskRoutes
 from idemconsumer.http.idempotency import Admitted, Idempotency, RouteTable, checked_tenant, passes
 from idemconsumer.http.marks import seen
 from idemconsumer.http.policy import Policy
-from idemconsumer.http.problems import BODY_TOO_LARGE, Problem
+from idemconsumer.http.problems import BODY_TOO_LARGE, Refused
 from idemconsumer.http.wsgi_exchange import Environ, RequestThread, StartResponse, Wsgi, respond
 from idemconsumer.rules.http import MOST_DIGITS
 from idemconsumer.rules.routes import SAFE
@@ -55,44 +55,36 @@ class IdempotencyMiddleware:
         if policy is None:
             return self.app(environ, start_response)
         with seen(policy):
-            return self._covered(request, policy, environ, start_response)
+            if not passes(request, policy):
+                return self._covered(request, policy, environ, start_response)
+            with slot_without_key(policy.name):
+                return self.app(environ, start_response)
 
     def _covered(
         self, request: Request, policy: Policy, environ: Environ, start_response: StartResponse
     ) -> Iterable[bytes]:
-        admitted = self._admitted(request, policy)
-        if admitted is None:
-            with slot_without_key(policy.name):
-                return self.app(environ, start_response)
-        if isinstance(admitted, Problem):
-            return respond(start_response, self.idempotency.refused(policy, admitted))
-        body = _read(environ, policy.route.max_body)
-        if isinstance(body, Problem):
-            return respond(start_response, self.idempotency.refused(policy, body))
+        door = self.idempotency
+        try:
+            key = door.key_of(request, policy)
+            # In this thread: it may have to be looked up by a connection that belongs to it, as Django's do.
+            tenant = checked_tenant(_awaited(door.ask_tenant(request)))
+            body = _read(environ, policy.route.max_body)
+        except Refused as refused:
+            return respond(start_response, door.refused(policy, refused.problem))
         if body is None:
             return respond(start_response, _GONE)
         thread = RequestThread(self.app, environ, body, policy)
-        background().closing.add(self.idempotency.close)
-        return thread.serve(self._answer(admitted, body, thread), start_response)
+        background().closing.add(door.close)
+        return thread.serve(self._answer(Admitted(request, policy, key, tenant, body), thread), start_response)
 
-    async def _answer(self, admitted: Admitted, body: bytes, thread: RequestThread) -> None:
-        exchange = Exchange(thread, {"headers": ()}, body, gone, thread.send, admitted.policy)
-        await exchange.serve(self.idempotency.answer(admitted, body, exchange.run))
+    async def _answer(self, admitted: Admitted, thread: RequestThread) -> None:
+        exchange = Exchange(thread, {"headers": ()}, b"", gone, thread.send, admitted.policy)
+        await exchange.serve(self.idempotency.answer(admitted, exchange.run))
 
     def close(self) -> None:
         """Close what was opened in this process. Call it once all requests have been answered; the next one opens it
         anew."""
         background().start(self.idempotency.close()).result()
-
-    def _admitted(self, request: Request, policy: Policy) -> Admitted | Problem | None:
-        """In this thread: a tenant may have to be looked up by a connection that belongs to it, as Django's do."""
-        key = self.idempotency.key_of(request, policy)
-        if isinstance(key, Problem):
-            return key
-        if passes(key, policy):
-            return None
-        tenant = self.idempotency.ask_tenant(request)
-        return self.idempotency.admitted(request, policy, key, _awaited(tenant))
 
 
 class AcceptLaterMiddleware:
@@ -113,13 +105,16 @@ class AcceptLaterMiddleware:
         request, later = _request(environ), self.later
         if not later.covers(request):
             return self.app(environ, start_response)
-        body = _read(environ, later.max_body) if request.method == "POST" else b""
-        if body is None:
-            return respond(start_response, _GONE)
         there = background()
         there.closing.add(later.close)
-        tenant = checked_tenant(_awaited(later.ask_tenant(request)))
-        return respond(start_response, there.start(later.answer(request, body, tenant)).result())
+        try:
+            body = _read(environ, later.max_body) if request.method == "POST" else b""
+            if body is None:
+                return respond(start_response, _GONE)
+            key, tenant = later.key_of(request), checked_tenant(_awaited(later.ask_tenant(request)))
+        except Refused as refused:
+            return respond(start_response, refused.problem.response)
+        return respond(start_response, there.start(later.answer(request, key, tenant, body)).result())
 
     def close(self) -> None:
         """Close what was opened in this process. Call it once all requests have been answered; the next one opens it
@@ -138,12 +133,12 @@ def _request(environ: Environ) -> Request:
     return Request(environ["REQUEST_METHOD"].upper(), path, query, _headers(environ), environ, root)
 
 
-def _read(environ: Environ, cap: int) -> bytes | Problem | None:
-    """The whole body; a problem if it is too large; None if the client has gone before it had sent all."""
+def _read(environ: Environ, cap: int) -> bytes | None:
+    """The whole body; None if the client has gone before it had sent all. Raises Refused if it is too large."""
     given = environ.get("CONTENT_LENGTH") or ""
     length = int(given) if given.isdecimal() and len(given) <= MOST_DIGITS else None
     if given.isdecimal() and (length is None or length > cap):
-        return BODY_TOO_LARGE
+        raise Refused(BODY_TOO_LARGE)
     if length is None and not environ.get("wsgi.input_terminated"):
         return b""  # nothing says where it would end
     left = cap + 1 if length is None else length
@@ -151,9 +146,9 @@ def _read(environ: Environ, cap: int) -> bytes | Problem | None:
     while left and (part := environ["wsgi.input"].read(min(left, _PART))):
         parts.append(part)
         left -= len(part)
-    if length is None:
-        return b"".join(parts) if left else BODY_TOO_LARGE
-    return None if left else b"".join(parts)
+    if length is None and not left:
+        raise Refused(BODY_TOO_LARGE)
+    return None if length is not None and left else b"".join(parts)
 
 
 def _decoded(text: str) -> str:
