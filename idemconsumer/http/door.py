@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Final
 
 from idemconsumer.http import problems
-from idemconsumer.http.exchanged import replay
-from idemconsumer.http.modes import Answer, Mode, RunApplication, refusal
+from idemconsumer.http.exchanged import Answer, RunApplication, replay
+from idemconsumer.http.joined_request import Joined
+from idemconsumer.http.leased_request import Leased
 from idemconsumer.http.opened_stores import OpenedStores
 from idemconsumer.http.policy import Policy
-from idemconsumer.http.problems import OF_A_STORE, Outages
+from idemconsumer.http.problems import OF_A_STORE, Outages, refusal
 from idemconsumer.logs import log
 from idemconsumer.ports.requests import Running
 from idemconsumer.ports.store import Claim
@@ -34,7 +35,7 @@ class Door:
 
         async def attempt() -> Answer | None:
             nonlocal claim
-            mode: Mode = await (self._opened.joined() if policy.tx else self._opened.leased())
+            mode: Joined | Leased = await (self._opened.joined() if policy.tx else self._opened.leased())
             claim = claim or claimed()
             met = await mode.attempt(claim, policy, run)
             outages.heard(wrote=isinstance(met, Answer))

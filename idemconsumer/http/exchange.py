@@ -12,9 +12,8 @@ from typing import Any, Final
 from idemconsumer import forks
 from idemconsumer.http.asgi_wire import Asgi, Message, Receive, Scope, Send, decoded, encoded, respond
 from idemconsumer.http.current import slot_of_task
-from idemconsumer.http.exchanged import Headers, Response
+from idemconsumer.http.exchanged import Answer, CutOff, Headers, Open, Response
 from idemconsumer.http.frameworks import COVERED, covered, routed
-from idemconsumer.http.modes import Answer, CutOff, Open
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import GOES_ON
 from idemconsumer.logs import log
@@ -44,7 +43,7 @@ class Exchange:
 
     # -------------------------------------------------------------------------------------------------------- to run it
     def run(self, limit: float | None = None) -> Awaitable[Response]:
-        """See `modes.Run`. The run before is cancelled. Raises RuntimeError if it ends without a response."""
+        """See RunApplication. The run before is cancelled. Raises RuntimeError if it ends without a response."""
         if not self._begun.done():  # at once: who finds that nothing has begun may cancel what would begin it
             self._begun.set_result(limit)
         return self._response()

@@ -1,15 +1,23 @@
-"""A request and its response, as the door sees them: of no framework, and of no protocol of servers."""
+"""A request, the application's response and the door's answer: of no framework, and of no protocol of servers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, Protocol
 
 from idemconsumer.message.message import StoredResult
 from idemconsumer.rules.http import bodiless, content_type, kept_headers
 
 Headers = tuple[tuple[str, str], ...]
+
+UNCLAIMED: Final = (("idempotent-unclaimed", "true"),)
+"""Of a response whose key nobody held (H27): the client knows that the request may run again."""
+
+
+class CutOff(RuntimeError):
+    """The application was ended in the middle, as its process is about to be: nobody knows how far it came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +57,48 @@ class Response:
     routed: bool = True
 
     def stored(self) -> StoredResult:
-        """Return the part that is kept for replays."""
+        """Return the part that is kept for replays: of what is not whole, nothing that could be replayed (H7)."""
+        if not self.whole:
+            return StoredResult(b"")
         return StoredResult(self.body, content_type(self.headers), self.status, kept_headers(self.headers))
+
+
+class RunApplication(Protocol):
+    """Runs the application."""
+
+    def __call__(self, limit: float | None = None) -> Awaitable[Response]:
+        """The response of a new run, which is not sent before `Answer.live` says so. It has begun when this returns.
+
+        After `limit` seconds the client may be told that it goes on; that ends nothing. Cancelled, it ends the
+        application, as far as that can be ended. Raises what the application raises, and CutOff."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A response that is not kept, and of which more is to come: its key is held until `end`, which is to be called
+    once the application has ended. If `lost` is done, the key is, and the application is to be cut off."""
+
+    lost: asyncio.Future[None]
+    end: Callable[[], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the client gets. `live`: what the application gave in the last run, to be sent as the application has it,
+    and `marks` with its headers; else `response` is to be sent, and the application is to be ended if it waits.
+    `problem`: the name of the one that it is."""
+
+    response: Response
+    live: bool
+    marks: Headers = ()
+    open: Open | None = None
+    problem: str | None = None
+
+    @property
+    def outcome(self) -> str:
+        """How the request was answered, in a word for who counts."""
+        return self.problem or ("run" if self.live else "replayed")
 
 
 def replay(stored: StoredResult) -> Response:

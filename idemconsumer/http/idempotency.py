@@ -14,11 +14,10 @@ from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.http import problems
 from idemconsumer.http.current import KEY, new_key
 from idemconsumer.http.door import Door
-from idemconsumer.http.exchanged import Request, Response
+from idemconsumer.http.exchanged import Answer, Request, Response, RunApplication
 from idemconsumer.http.frameworks import COVERED, AppRoutes
 from idemconsumer.http.lost import LostRequests
 from idemconsumer.http.marks import mark
-from idemconsumer.http.modes import Answer, RunApplication
 from idemconsumer.http.opened_stores import OpenedStores
 from idemconsumer.http.policy import Policy, Route, RouteOptions, compile_route
 from idemconsumer.http.problems import Problem, Refused

@@ -11,10 +11,9 @@ from msgspec.structs import replace
 
 from idemconsumer.errors import Contention
 from idemconsumer.http.current import slot_for
-from idemconsumer.http.exchanged import Response
-from idemconsumer.http.modes import Answer, RunApplication, kept, kept_result, patience, refusal
+from idemconsumer.http.exchanged import Answer, Response, RunApplication
 from idemconsumer.http.policy import Policy
-from idemconsumer.http.problems import TIMED_OUT
+from idemconsumer.http.problems import TIMED_OUT, patience, refusal
 from idemconsumer.logs import log
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
@@ -50,7 +49,7 @@ class _TimedOut(Exception):
 
 
 class Joined:
-    """See `Mode`. With `copies` of what is committed, Postgres is not asked about what they have (H33)."""
+    """With `copies` of what is committed, Postgres is not asked about what they have (H33)."""
 
     def __init__(
         self,
@@ -64,6 +63,11 @@ class Joined:
         self._recent = Recent()
 
     async def attempt(self, claim: Claim, policy: Policy, run: RunApplication) -> Answer | Record | Running:
+        """Claim the key and, if it is ours, run and store. Or what stands on record, or who runs it now.
+
+        Raises what the application raises; StoreUnavailable and Contention if nothing was done; CommitUnknown if it is
+        not known whether the effect and the response were stored.
+        """
         if self._copies is None:
             return await self._asked(claim, policy, run)
         look = await self._copies.look(claim)
@@ -139,7 +143,7 @@ class Joined:
             self._at(Point.CLAIMED, policy.name, (claim.key,))
             response = await self._handled(claims, policy, run)
             self._at(Point.SEALING, policy.name, (claim.key,))
-            result = kept_result(response)
+            result = response.stored()
             await claims.complete([(claim.key, result)], ())
         self._at(Point.COMMITTED, policy.name, (claim.key,))
         await self._copy(claim, State.COMPLETED, result, asked_at)
@@ -152,7 +156,7 @@ class Joined:
 
         def accept(response: Response) -> Response:
             slot.end()
-            stays = kept(response, policy)
+            stays = policy.keeps(response)
             if not stays or response.status >= 400:
                 raise _Undone(response, kept=stays)
             claims.check()  # J8
@@ -170,7 +174,7 @@ class Joined:
     async def _reject(self, claim: Claim, policy: Policy, response: Response) -> Answer | Record | Running:
         """Stored as FAILED in a commit of its own, behind a rollback. A rival may have been faster."""
         self._at(Point.REJECTING, policy.name, (claim.key,))
-        asked_at, result = time.monotonic(), kept_result(response)
+        asked_at, result = time.monotonic(), response.stored()
 
         async def reject() -> Record | None:
             # A COMMIT that was sent ends first; nothing was done in either case.

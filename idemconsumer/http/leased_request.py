@@ -9,21 +9,10 @@ from typing import Final
 
 from idemconsumer.errors import SelfCancelled
 from idemconsumer.http.current import slot_for
-from idemconsumer.http.exchanged import Response, replay
+from idemconsumer.http.exchanged import UNCLAIMED, Answer, CutOff, Open, Response, RunApplication, replay
 from idemconsumer.http.lost import ask
-from idemconsumer.http.modes import (
-    UNCLAIMED,
-    Answer,
-    CutOff,
-    Open,
-    RunApplication,
-    kept,
-    kept_result,
-    patience,
-    refusal,
-)
 from idemconsumer.http.policy import Policy
-from idemconsumer.http.problems import OUTCOME_UNKNOWN
+from idemconsumer.http.problems import OUTCOME_UNKNOWN, patience, refusal
 from idemconsumer.logs import log
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.arguments import NotDone, Unknown
@@ -42,7 +31,7 @@ _PATIENCE: Final = 10.0  # seconds: a client waits for what has happened already
 
 
 class Leased:
-    """See `Mode`. It has no time limit: a key is held for as long as its endpoint runs (H13)."""
+    """It has no time limit: a key is held for as long as its endpoint runs (H13)."""
 
     def __init__(self, store: RequestStore, at: Callable[[Point, str, Sequence[bytes]], None]) -> None:
         self.store = store
@@ -60,6 +49,7 @@ class Leased:
         return True
 
     async def attempt(self, claim: Claim, policy: Policy, run: RunApplication) -> Answer | Record | Running:
+        """As `Joined.attempt`."""
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def lose() -> None:
@@ -98,7 +88,7 @@ class Leased:
         try:
             # What is unclaimed is stored nowhere, so nobody but its client can get the response.
             response = await self._ran(policy.name, run, None if held.unclaimed else policy.timeout, lost)
-            result = kept_result(response) if response is not None and _kept(response, policy) else None
+            result = response.stored() if response is not None and _kept(response, policy) else None
         except asyncio.CancelledError:  # H13
             raise
         except BaseException as error:
@@ -207,7 +197,7 @@ class Leased:
 def _kept(response: Response, policy: Policy) -> bool:
     """What has happened is not to happen again since a `store` could not judge it: then its status does."""
     try:
-        return kept(response, policy)
+        return policy.keeps(response)
     except Exception as error:  # noqa: BLE001 - it is of the user
         log.error("`store` of a route failed, deciding by the status", route=policy.name, error=error_text(error))
         return kept_by_default(response.status)

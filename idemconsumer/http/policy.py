@@ -18,7 +18,7 @@ from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message
 from idemconsumer.ports.arguments import Done, Duration, NotDone, Unknown
 from idemconsumer.ports.requests import LostRequest
-from idemconsumer.rules.http import content_type, host_name, kept_by_default, streams
+from idemconsumer.rules.http import content_type, host_name, kept_by_default, of_router, streams
 
 Fingerprint: TypeAlias = Literal["bytes", "json"] | Sequence[str] | None
 Take: TypeAlias = Callable[[Request, bytes], bytes]
@@ -109,6 +109,11 @@ class Policy:
     expires: float | None
     retain: float
     again: bool  # whether a request whose owner was lost may be taken over
+
+    def keeps(self, response: Response) -> bool:
+        """Whether it is the answer to its key. What the router has answered by itself is of no endpoint (H12). Raises
+        what the route's `store` raises."""
+        return (response.routed or not of_router(response.status)) and self.kept(response)
 
     def streams(self, headers: Headers) -> bool:
         """Whether a response with these headers is sent as it comes."""

@@ -4,6 +4,9 @@ store that cannot be used, once (H58).
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,13 +20,15 @@ from idemconsumer.errors import (
     StoreChanged,
     StoreUnavailable,
 )
-from idemconsumer.http.exchanged import Response
+from idemconsumer.http.exchanged import Answer, Response
 from idemconsumer.logs import log
+from idemconsumer.redaction import typed_text
 
 TYPE: Final = "urn:idemconsumer:problem:"
 DESCRIBED: Final = "https://datatracker.ietf.org/doc/draft-ietf-httpapi-idempotency-key-header/"
 """What the header is, for who has made a mistake with it."""
 MEDIA_TYPE: Final = "application/problem+json"
+PATIENCE: Final = 5.0  # seconds for a connection, and for what is asked before anything runs: a client waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,25 @@ class Problem:
         if self.status == 401:
             headers.append(("www-authenticate", "Bearer"))
         return Response(self.status, tuple(headers), body)
+
+
+def refusal(problem: Problem) -> Answer:
+    return Answer(problem.response, live=False, problem=problem.name)
+
+
+@asynccontextmanager
+async def patience(problem: str) -> AsyncIterator[None]:
+    """Around what a store is asked while nothing has run: a client waits, and so does its connection. Raises our own
+    errors, and for all others StoreUnavailable (H52): for a client it is an outage, whatever a driver calls it."""
+    try:
+        async with asyncio.timeout(PATIENCE):
+            yield
+    except TimeoutError:
+        raise StoreUnavailable(problem) from None
+    except IdemConsumerError:
+        raise
+    except Exception as error:
+        raise StoreUnavailable(f"{typed_text(error)}; `idemconsumer check` says what to do") from error
 
 
 class Refused(Exception):

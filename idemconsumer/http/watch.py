@@ -11,8 +11,7 @@ from idemconsumer.app.app import App
 from idemconsumer.app.following import tracing_of
 from idemconsumer.http import problems
 from idemconsumer.http.current import KEY
-from idemconsumer.http.exchanged import Response
-from idemconsumer.http.modes import Answer
+from idemconsumer.http.exchanged import Answer, Response
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Problem
 from idemconsumer.logs import log

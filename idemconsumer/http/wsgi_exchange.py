@@ -20,9 +20,8 @@ from idemconsumer import forks
 from idemconsumer.http.asgi_wire import Message, Receive, Scope, Send, decoded, encoded
 from idemconsumer.http.background import background
 from idemconsumer.http.current import slot_in_thread, slot_of_task
-from idemconsumer.http.exchanged import Headers, Response
+from idemconsumer.http.exchanged import CutOff, Headers, Response
 from idemconsumer.http.frameworks import COVERED
-from idemconsumer.http.modes import CutOff
 from idemconsumer.http.policy import Policy
 from idemconsumer.rules.http import bodiless
 

@@ -19,7 +19,7 @@ from starlette.routing import Route as StarletteRoute
 from idemconsumer import StoreUnavailable
 from idemconsumer.embedded.postgres import free_port
 from idemconsumer.http import Route, current_tx
-from idemconsumer.http.modes import patience
+from idemconsumer.http.problems import patience
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.stores.joined import PostgresStore
 from tests.http.crashing import ROUTES

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from idemconsumer import ConfigurationError
 from idemconsumer.errors import CommitUnknown, Contention, IdemConsumerError, StoreUnavailable
 from idemconsumer.http import IdempotencyMiddleware, Route
-from idemconsumer.http.modes import CutOff
+from idemconsumer.http.exchanged import CutOff
 from idemconsumer.rules.values import State
 from tests.http.endpoints import Counting
 from tests.http.fake_requests import FakeRequests

@@ -24,7 +24,7 @@ from idemconsumer import App
 from idemconsumer.errors import HandlerFault
 from idemconsumer.http import Idempotency, Request, Route, current_key, current_sync_tx, wsgi_exchange
 from idemconsumer.http.background import background
-from idemconsumer.http.modes import CutOff
+from idemconsumer.http.exchanged import CutOff
 from idemconsumer.http.wsgi import IdempotencyMiddleware
 from idemconsumer.http.wsgi_exchange import Environ, StartResponse, Wsgi
 from idemconsumer.testing import migrate

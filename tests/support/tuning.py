@@ -100,7 +100,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "accepting_patience": at("app.accepting._PATIENCE"),
     "inline_keys": at("app.inline._MAX_ATTEMPTS"),  # a number
     # HTTP
-    "request_patience": at("http.modes.PATIENCE"),
+    "request_patience": at("http.problems.PATIENCE"),
     "response_patience": at("http.leased_request._PATIENCE"),
     "response_retry_pause": at("http.leased_request._AGAIN"),
     "endpoint_grace": at("http.exchange._GRACE"),
