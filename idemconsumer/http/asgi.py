@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from idemconsumer.http.asgi_wire import Asgi, Message, Receive, Scope, Send, read_body, request_of, respond
-from idemconsumer.http.current import slot_without_key
+from idemconsumer.http.current import new_key, slot_for
 from idemconsumer.http.exchange import Exchange
 from idemconsumer.http.exchanged import Request
 from idemconsumer.http.frameworks import COVERED, AsgiRoutes
@@ -55,7 +55,7 @@ class IdempotencyMiddleware:
             with nullcontext() if COVERED in scope else unseen():  # else a door around this one has seen it
                 await self.app(scope, receive, send)
         elif passes(request, policy):
-            with seen(policy), slot_without_key(policy.name):
+            with seen(policy), slot_for(policy.name, new_key()):
                 await self.app(scope, receive, send)
         else:
             with seen(policy):

@@ -58,35 +58,24 @@ class Slot(Everybodys):
 _SLOT: Final[ContextVar[Slot | None]] = ContextVar("idemconsumer_request", default=None)
 
 
-def slot_for(route: str, *, joined: bool) -> AbstractContextManager[Slot]:
-    """The slot of a request of this route, for the tasks that are made inside."""
-    return _ending(Slot("" if joined else _refusal(route), KEY.get(), asyncio.get_running_loop()))
-
-
-def slot_without_key(route: str) -> AbstractContextManager[Slot]:
-    """That of a request without a key that runs in no transaction, for what is called or made inside."""
-    return _ending(Slot(_refusal(route), new_key(), None))
-
-
-def new_key() -> str:
-    """As one that is stored, of a request that has none."""
-    return secrets.token_hex(32)
-
-
-def _refusal(route: str) -> str:
-    return (
+@contextmanager
+def slot_for(route: str, key: str, *, joined: bool = False) -> Iterator[Slot]:
+    """The slot of a request of this route, for what is called and for the tasks that are made inside."""
+    refusal = (
         f"route {route!r} requests Tx, but is not declared with it; write Route(tx=True) for it, or "
         "@idempotency.route(tx=True) below the route's decorator"
     )
-
-
-@contextmanager
-def _ending(slot: Slot) -> Iterator[Slot]:
+    slot = Slot("", key, asyncio.get_running_loop()) if joined else Slot(refusal, key, None)
     with within(_SLOT, slot):
         try:
             yield slot
         finally:
             slot.end()
+
+
+def new_key() -> str:
+    """As one that is stored, of a request that has none."""
+    return secrets.token_hex(32)
 
 
 def slot_of_task() -> Slot:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from idemconsumer.errors import Contention
-from idemconsumer.http.current import slot_for
+from idemconsumer.http.current import KEY, slot_for
 from idemconsumer.http.exchanged import Answer, Response, RunApplication
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import TIMED_OUT, patience, refusal
@@ -162,7 +162,7 @@ class Joined:
             claims.check()  # J8
             return response
 
-        with slot_for(policy.name, joined=True) as slot:
+        with slot_for(policy.name, KEY.get(), joined=True) as slot:
             slot.open(claims.tx())
             try:
                 return await call_in_transaction(claims, run(), limit, accept)

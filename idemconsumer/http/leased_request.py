@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from idemconsumer.errors import SelfCancelled
-from idemconsumer.http.current import slot_for
+from idemconsumer.http.current import KEY, slot_for
 from idemconsumer.http.exchanged import UNCLAIMED, Answer, CutOff, Open, Response, RunApplication, replay
 from idemconsumer.http.lost import ask
 from idemconsumer.http.policy import Policy
@@ -150,7 +150,7 @@ class Leased:
         self, route: str, run: RunApplication, limit: float | None, lost: asyncio.Future[None]
     ) -> Response | None:
         """None: the key was lost, and it was cut off. Raises SelfCancelled if it has cancelled itself."""
-        with slot_for(route, joined=False):
+        with slot_for(route, KEY.get()):
             task = asyncio.ensure_future(run(limit))
         try:
             await until_done(task, lost)

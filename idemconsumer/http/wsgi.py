@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from idemconsumer.http.accept_later import AcceptLater
 from idemconsumer.http.background import background
-from idemconsumer.http.current import slot_without_key
+from idemconsumer.http.current import new_key, slot_for
 from idemconsumer.http.exchange import Exchange, gone
 from idemconsumer.http.exchanged import Headers, Request, Response
 from idemconsumer.http.frameworks import FlaskRoutes
@@ -57,7 +57,7 @@ class IdempotencyMiddleware:
         with seen(policy):
             if not passes(request, policy):
                 return self._covered(request, policy, environ, start_response)
-            with slot_without_key(policy.name):
+            with slot_for(policy.name, new_key()):
                 return self.app(environ, start_response)
 
     def _covered(
