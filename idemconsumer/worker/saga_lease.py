@@ -9,18 +9,15 @@ from idemconsumer.ports.leased_saga import Runs
 from idemconsumer.ports.observer import Observer
 from idemconsumer.sagas.saga_engine import LeasedEngine
 from idemconsumer.stores.heartbeat import Heartbeat
-from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
+from idemconsumer.stores.pool import Pool
 
 
 class SagaLease:
     """One for all sagas of a process. `close` gives up the lease, so that others can resume them at once."""
 
-    def __init__(
-        self, store: PostgresStore, heartbeat: Heartbeat, leases: PostgresLeases, engine: LeasedEngine
-    ) -> None:
-        self._store = store
-        self.pool = store.pool
+    def __init__(self, pool: Pool, heartbeat: Heartbeat, leases: PostgresLeases, engine: LeasedEngine) -> None:
+        self.pool = pool
         self._heartbeat = heartbeat
         self.leases = leases
         self.engine = engine
@@ -44,10 +41,11 @@ class SagaLease:
         stuck: Callable[[str], None] = lambda _: None,
         left_open: Callable[[], None] = lambda: None,
     ) -> SagaLease:
-        """Register the lease and begin to renew it. `runs`: what this process runs; it takes no due saga of another
+        """Register the lease and begin to renew it. The database was looked at when the store of `engine` was opened
+        (R7); here only a session of sagas is. `runs`: what this process runs; it takes no due saga of another
         version of these handlers, unless that is gone (L28). `build`: of its code; `takes`: it looks for sagas, so that
         others may leave theirs to it (L29). `stuck` and `left_open` are those of Heartbeat. Raises StoreUnavailable."""
-        store = await PostgresStore.open(
+        pool = Pool(
             dsn,
             schema,
             connections=connections,
@@ -56,20 +54,23 @@ class SagaLease:
             require_standby=require_standby,
             parties=parties,
         )
+        await pool.open()
         try:
+            async with pool.connection():  # what a session of sagas must be (R17), before any is needed
+                pass
             heartbeat = Heartbeat(
                 dsn, schema, lease=lease, patience=longest_run, runs=runs, build=build if takes else None, stuck=stuck,
                 left_open=left_open,
             )  # fmt: skip
             versions = {(each.app, each.handler): each.version for each in runs}
-            leases = PostgresLeases(store.pool, heartbeat, versions, build=build)
+            leases = PostgresLeases(pool, heartbeat, versions, build=build)
             sagas = LeasedEngine(engine, leases, observer, lease=lease)
             await heartbeat.start(sagas.lose, sagas.standing, sagas.patience)
         except BaseException:
-            await store.close()
+            await pool.close()
             raise
-        return cls(store, heartbeat, leases, sagas)
+        return cls(pool, heartbeat, leases, sagas)
 
     async def close(self) -> None:
         await self._heartbeat.stop()
-        await self._store.close()
+        await self.pool.close()
