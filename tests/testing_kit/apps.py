@@ -64,3 +64,17 @@ async def ride(ride: dict[str, str], saga: Saga, gateway: Gateway) -> str:
     await saga.sleep("rests", "1d")
     await saga.sleep("rests again", "1d")
     return "done"
+
+
+@post.idempotent_handler("sqs:notes", key="id")
+async def note(given: dict[str, str], tx: Tx) -> None:
+    await tx.execute("insert into effect (id) values (%s)", (given["id"],))
+
+
+@post.idempotent_handler("sqs:walks", key="id")
+async def walk(given: dict[str, str], saga: Saga) -> None:
+    async def step(tx: Tx, place: str) -> None:
+        await tx.execute("insert into effect (id) values (%s)", (place,))
+
+    await saga.tx("out", step, "out")
+    await saga.tx("home", step, "home")

@@ -1,48 +1,95 @@
-"""What messages cost: the commits that workers make for them."""
+"""What messages cost: the statements, round trips and commits of workers for them, as docs/protocol.md has it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final
+from unittest.mock import patch
 
+from psycopg import AsyncCursor
 from psycopg.pq.abc import PGresult
 
 from idemconsumer.ports.observer import Point, SagaPoint
+from idemconsumer.stores.ahead import Ahead
 from idemconsumer.stores.connection import Connection
+from idemconsumer.stores.lent import LentConnection
+from idemconsumer.stores.prepared import PreparedStatements
 
 _FOR_MESSAGES: ContextVar[bool] = ContextVar("idem_for_messages", default=False)
 _BESIDE: Final = (Point.RELAYING, Point.RELAYED)
 
 
 def passing(point: Point | SagaPoint) -> None:
-    """What this task commits from now on is for messages. What workers do beside that, such as being on record or
-    pruning, passes no point."""
+    """What this task asks of the database from now on is for messages. What workers do beside that, such as being on
+    record or pruning, passes no point."""
     if point not in _BESIDE:
         _FOR_MESSAGES.set(True)
 
 
-@contextmanager
-def counting() -> Iterator[Callable[[], int]]:
-    """In this process, while the block runs: how many so far."""
-    made, simple, last = 0, Connection.simple, Connection.last
+@dataclass
+class Cost:
+    """`statements`: how many the server answered, COMMIT among them. `round_trips`: how often it was waited for."""
 
-    def seen(results: list[PGresult]) -> list[PGresult]:
-        nonlocal made
+    statements: int = 0
+    round_trips: int = 0
+    commits: int = 0
+
+
+@contextmanager
+def counting() -> Iterator[Cost]:
+    """In this process, while the block runs: what there was so far, on the connections of handlers and sagas."""
+    cost = Cost()
+
+    def count(results: Sequence[PGresult | None]) -> None:
         if _FOR_MESSAGES.get():
-            made += sum(result.command_status == b"COMMIT" for result in results)
+            cost.statements += len(results)
+            cost.commits += sum(each is not None and each.command_status == b"COMMIT" for each in results)
+
+    exchange, simple, command = Connection._exchange, Connection._simple, Connection._exec_command
+    sent, answers, checked = PreparedStatements._sent, Ahead.answers, AsyncCursor._check_results
+
+    async def exchanged(self: Connection, *given: Any) -> Any:
+        value = await exchange(self, *given)
+        cost.round_trips += _FOR_MESSAGES.get() and not self._at_once
+        return value
+
+    def simple_query(self: Connection, statements: bytes) -> Any:
+        results = yield from simple(self, statements)
+        count(results)
         return results
 
-    async def seen_simple(self: Connection, statements: bytes) -> list[PGresult]:
-        return seen(await simple(self, statements))
+    def of_psycopg(self: Any, *given: Any, **more: Any) -> Any:
+        result = yield from command(self, *given, **more)
+        count([result])
+        return result
 
-    async def seen_last(self: Connection, statements: Sequence[bytes]) -> list[PGresult]:
-        return seen(await last(self, statements))
+    def known(self: PreparedStatements, *given: Any) -> Any:
+        result = yield from sent(self, *given)
+        count([result])
+        return result
 
-    ours: Any = Connection
-    ours.simple, ours.last = seen_simple, seen_last
-    try:
-        yield lambda: made
-    finally:
-        ours.simple, ours.last = simple, last
+    def sent_ahead(self: Ahead, last: Sequence[tuple[Any, bytes]] = (), *given: Any) -> Any:
+        expected = dict.fromkeys(each for each in self._expected if each is not None)  # one that is prepared is twice
+        yield from answers(self, last, *given)
+        count([each.result for each in (*expected, *(each for each, _ in last))])
+
+    def of_cursor(self: Any, results: list[PGresult]) -> None:
+        if isinstance(self._conn, Connection | LentConnection):
+            count(results)
+        checked(self, results)
+
+    with ExitStack() as stack:
+        for owner, name, seen in (
+            (Connection, "_exchange", exchanged),
+            (Connection, "_simple", simple_query),
+            (Connection, "_exec_command", of_psycopg),
+            (LentConnection, "_exec_command", of_psycopg),
+            (PreparedStatements, "_sent", known),
+            (Ahead, "answers", sent_ahead),
+            (AsyncCursor, "_check_results", of_cursor),
+        ):
+            stack.enter_context(patch.object(owner, name, seen))
+        yield cost

@@ -282,17 +282,31 @@ class Kit:
         and ends it (lifespan). Its apps use the kit's database; `drain` does what they accept or publish."""
         return client_of(asgi_app, base_url)
 
-    @asynccontextmanager
-    async def assert_commits(self, expected: int) -> AsyncIterator[None]:
+    def assert_commits(self, expected: int) -> AbstractAsyncContextManager[None]:
         """Put `async with kit.assert_commits(1):` around code that sends messages. It drains, and raises AssertionError
         unless the workers made so many commits for these messages: effects, records, steps, attempts and dead letters.
         Commits of the relay and of code outside of handlers do not count."""
+        return self._assert("commits", expected)
+
+    def assert_statements(self, expected: int) -> AbstractAsyncContextManager[None]:
+        """Like `assert_commits`, for the statements that the workers sent for these messages: those of handlers and
+        steps, and those around them, BEGIN and COMMIT included. Taking messages from a queue does not count."""
+        return self._assert("statements", expected)
+
+    def assert_round_trips(self, expected: int) -> AbstractAsyncContextManager[None]:
+        """Like `assert_statements`, for how often the workers waited for an answer of the database. Statements whose
+        rows a handler never reads are sent without waiting after a few runs, so send some messages before."""
+        return self._assert("round_trips", expected)
+
+    @asynccontextmanager
+    async def _assert(self, what: str, expected: int) -> AsyncIterator[None]:
         await self.drain()
-        with counting() as commits:
+        with counting() as cost:
             yield
             await self.drain()
-        made = commits()
-        assert made == expected, f"{made} commits, not {expected}; handled: {self._keys() or 'nothing'}"
+        made = getattr(cost, what)
+        handled = self._keys() or "nothing"
+        assert made == expected, f"{made} {what.replace('_', ' ')}, not {expected}; handled: {handled}"
 
     @property
     def _open(self) -> clock.Connection:
