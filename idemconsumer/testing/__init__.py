@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from idemconsumer.testing.crash import CrashAt
     from idemconsumer.testing.fake_saga import FakeSaga
     from idemconsumer.testing.fakes import FakeTx
-    from idemconsumer.testing.kit.fixture import Idem
     from idemconsumer.testing.kit.hub import Published
-    from idemconsumer.testing.kit.idem import Handled, Kit, NotQuiet
+    from idemconsumer.testing.kit.idem import Handled, Idem, Kit, NotQuiet
     from idemconsumer.testing.kit.kit_sagas import SagaSeen
     from idemconsumer.testing.kit.left import Left
     from idemconsumer.testing.matrix import crash_matrix
@@ -73,9 +72,8 @@ _HOMES: Final = {
     "testing.crash": ["CrashAt"],
     "testing.fake_saga": ["FakeSaga"],
     "testing.fakes": ["FakeTx"],
-    "testing.kit.fixture": ["Idem"],
     "testing.kit.hub": ["Published"],
-    "testing.kit.idem": ["Handled", "Kit", "NotQuiet"],
+    "testing.kit.idem": ["Handled", "Idem", "Kit", "NotQuiet"],
     "testing.kit.left": ["Left"],
     "testing.kit.kit_sagas": ["SagaSeen"],
     "testing.matrix": ["crash_matrix"],

@@ -21,6 +21,7 @@ from idemconsumer.testing.matrix_worker import Queued, RunsWorker, check_sent
 _FIRST_PAUSE: Final = 0.02  # seconds, before a message that was not acknowledged is delivered again
 _LONGEST_PAUSE: Final = 0.5
 _POLL: Final = 0.01
+_HOW: Final = "write @pytest.mark.crash_matrix(tables=['stock'])"
 
 _What = Literal["killed", "rival", "duplicate", "fresh process"]
 
@@ -55,9 +56,9 @@ async def crash_matrix(
     ConfigurationError for anything that cannot be run, if the undisturbed run fails, and if that run changes none of
     the tables.
     """
-    check_names(tables, ignore)
+    _check_names(tables, ignore)
     if isinstance(consume, App):
-        return await matrix_of_app(consume, message, load(), {}, dsn, tables, ignore, timeout)
+        return await _of_app(consume, message, load(), {}, dsn, tables, ignore, timeout)
     sent = _as_message(message)
     async with (
         MatrixDatabase(dsn, tables, ignore) as database,
@@ -66,13 +67,13 @@ async def crash_matrix(
         return await _Matrix(database, processes, timeout, Delivered()).run()
 
 
-def check_names(tables: Sequence[str], ignore: Collection[str]) -> None:
+def _check_names(tables: Sequence[str], ignore: Collection[str]) -> None:
     """Raise ConfigurationError for what names no tables."""
     if not tables or isinstance(tables, str) or isinstance(ignore, str):
         raise ConfigurationError("crash_matrix: tables and ignore are lists of names; write tables=['stock']")
 
 
-async def matrix_of_app(
+async def _of_app(
     app: App,
     message: object,
     settings: Settings,
@@ -90,6 +91,39 @@ async def matrix_of_app(
         Processes(runs, sent, database, wired=False) as processes,
     ):
         return await _Matrix(database, processes, timeout, Queued(database, schema, sent)).run()
+
+
+class MarkedTest:
+    """What the mark says. Only the first message of the test is run."""
+
+    def __init__(
+        self,
+        *more: object,
+        tables: Sequence[str] = (),
+        ignore: Collection[str] = (),
+        timeout: float = 10.0,
+        **unknown: object,
+    ) -> None:
+        if more or unknown:
+            given = ", ".join([*map(repr, more), *(f"{name}=" for name in unknown)])
+            raise ConfigurationError(f"the mark crash_matrix has tables=, ignore= and timeout=, not {given}; {_HOW}")
+        _check_names(tables, ignore)
+        self._tables, self._ignore, self._timeout = tables, ignore, timeout
+        self.due = True
+
+    async def run(
+        self, app: App, message: Message, settings: Settings, resources: Mapping[type, object], dsn: str
+    ) -> None:
+        """Nobody is connected to `dsn` meanwhile. Raises AssertionError with the report."""
+        self.due = False
+        report = await _of_app(app, message, settings, resources, dsn, self._tables, self._ignore, self._timeout)
+        if report.wrong:
+            raise AssertionError(str(report))
+
+    def check(self) -> None:
+        """Raise AssertionError for a test that has sent nothing, of which nothing was shown."""
+        if self.due:
+            raise AssertionError("the test is marked crash_matrix, and no kit of it has sent a message")
 
 
 class _Matrix:

@@ -15,7 +15,7 @@ import pytest
 
 if TYPE_CHECKING:
     from idemconsumer.testing.kit.databases import Databases, Setup
-    from idemconsumer.testing.kit.fixture import Idem
+    from idemconsumer.testing.kit.idem import Idem
 
 _MARK = (
     "crash_matrix(tables, ignore=(), timeout=10.0): run the first message that the test sends with a crash and a rival "
@@ -59,11 +59,14 @@ def idem_databases() -> Iterator[Databases]:
 @_async_fixture  # type: ignore[untyped-decorator, unused-ignore]
 async def idem(request: pytest.FixtureRequest, idem_databases: Databases, idem_setup: Setup) -> AsyncIterator[Idem]:
     """`kit = await idem(app, resources={Gateway: fake})`: see `idemconsumer.testing.Kit`."""
-    from idemconsumer.testing.kit.fixture import Idem
-    from idemconsumer.testing.kit.marked import MarkedTest
+    from idemconsumer.testing.kit.idem import Idem
 
-    mark = request.node.get_closest_marker("crash_matrix")
-    made = Idem(idem_databases, idem_setup, MarkedTest(*mark.args, **mark.kwargs) if mark else None)
+    marked = None
+    if mark := request.node.get_closest_marker("crash_matrix"):
+        from idemconsumer.testing.matrix import MarkedTest
+
+        marked = MarkedTest(*mark.args, **mark.kwargs)
+    made = Idem(idem_databases, idem_setup, marked)
     try:
         yield made
     finally:

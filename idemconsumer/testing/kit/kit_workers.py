@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from idemconsumer.app.app import App
 from idemconsumer.errors import ConfigurationError
@@ -21,9 +21,11 @@ from idemconsumer.testing.kit.costs import passing
 from idemconsumer.testing.kit.databases import SCHEMA
 from idemconsumer.testing.kit.hub import Hub
 from idemconsumer.testing.kit.kit_broker import KitBroker
-from idemconsumer.testing.kit.marked import MarkedTest
 from idemconsumer.testing.surroundings import NOWHERE, lent
 from idemconsumer.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from idemconsumer.testing.matrix import MarkedTest
 
 _LANES: Final = 4
 _NEVER: Final = 1e9  # seconds: the kit prunes, when it has moved the time
