@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+from idemconsumer.errors import IdemConsumerError
 from idemconsumer.http.asgi_wire import Asgi, Message, Receive, Scope, Send, read_body, request_of, respond
 from idemconsumer.http.current import new_key, slot_for
 from idemconsumer.http.exchange import Exchange
@@ -13,6 +14,8 @@ from idemconsumer.http.idempotency import Admitted, Idempotency, RouteTable, cal
 from idemconsumer.http.marks import seen, unseen
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Refused
+from idemconsumer.logs import log
+from idemconsumer.redaction import typed_text
 from idemconsumer.rules.routes import SAFE
 
 
@@ -38,7 +41,7 @@ class IdempotencyMiddleware:
             await self._http(scope, receive, send)
         elif scope["type"] == "lifespan":
             self._made(scope)  # what cannot be is said at the start; but the app may add routes as it starts
-            await self.app(scope, receive, self._closing(send))
+            await self._lifespan(scope, receive, self._closing(send))
         else:
             await self.app(scope, receive, send)
 
@@ -80,6 +83,27 @@ class IdempotencyMiddleware:
         exchange = Exchange(self.app, scope, body, receive, send, policy)
         answering = door.answer(Admitted(request, policy, key, tenant, body), exchange.run)
         await (exchange.serve(answering) if policy.tx else exchange.serve_to_its_end(answering))
+
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An app that knows no lifespan returns, or raises, before it has asked for anything, as Django's does. Then it
+        is answered here: a server tells of its end only whom it could tell of its start."""
+        asked = False
+
+        async def asking() -> Message:
+            nonlocal asked
+            asked = True
+            return await receive()
+
+        try:
+            await self.app(scope, asking, send)
+        except Exception as error:
+            if asked or isinstance(error, IdemConsumerError):
+                raise
+            log.debug("the app knows no lifespan", error=typed_text(error))
+        if not asked:
+            for each in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{each}.complete"})
 
     def _closing(self, send: Send) -> Send:
         async def passing(message: Message) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -14,7 +14,7 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from idemconsumer.embedded.postgres import free_port
-from idemconsumer.http import Route, current_tx
+from idemconsumer.http import IdempotencyMiddleware, Route, current_tx
 from idemconsumer.rules.values import State
 from tests.http.endpoints import Counting
 from tests.http.site import MakeDoor, client, problem, replayed, service
@@ -23,6 +23,7 @@ from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 JOINED = {"POST /orders": Route(tx=True)}
+LEASES: Final = "select count(*) from idemconsumer.worker where until > clock_timestamp()"
 HEADERS = {"Idempotency-Key": "k", "X-Tenant": "t"}
 BODY = b'{"id":1}'
 
@@ -138,3 +139,23 @@ async def test_a_shutdown_leaves_its_key_to_a_leased_request_that_still_runs(
         await until(lambda: ledger.states == [State.COMPLETED])
         assert replayed(await later.post(content=BODY, headers=here))
     assert endpoint.runs == 1
+
+
+@pytest.mark.parametrize("says", ["an error", "nothing"])
+async def test_what_an_app_that_knows_no_lifespan_has_opened_is_closed_at_the_end(
+    ledger: Ledger, make_door: MakeDoor, says: str
+) -> None:
+    """H14: Django's raises ValueError."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            if says == "an error":
+                raise ValueError("only http")
+            return
+        await Response("done", 201)(scope, receive, send)
+
+    around = IdempotencyMiddleware(app, make_door())
+    async with served(around) as (_, url), asking(url) as shop:
+        assert (await shop.post("/orders", content=BODY, headers=HEADERS)).status_code == 201
+        assert ledger.run(LEASES) == [(1,)]
+    assert ledger.run(LEASES) == [(0,)]
