@@ -1,16 +1,22 @@
-"""What goes on in the background: something that is done again and again, and whose failures end nothing."""
+"""What goes on in the background: something that is done again and again, and whose failures end nothing; and how the
+end of a thread is waited for."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Final
 
 from idemconsumer.rules.session_pause import SOON
 from idemconsumer.user_code.cancellation import being_cancelled, end, ends_this_task
+
+_GLANCE: Final = 0.005  # seconds
 
 
 @dataclass(eq=False)
@@ -134,3 +140,11 @@ async def within(seconds: float, event: asyncio.Event) -> bool:
         async with asyncio.timeout(seconds):
             await event.wait()
     return event.is_set()
+
+
+async def joined(thread: threading.Thread, seconds: float) -> None:
+    """Wait for its end, for so long at most. Not in a thread of its own: a process that is about to end, as one whose
+    loop is beside its main thread does, gets none any more (H50)."""
+    until = time.monotonic() + seconds
+    while thread.is_alive() and time.monotonic() < until:
+        await asyncio.sleep(_GLANCE)

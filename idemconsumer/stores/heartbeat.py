@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import psycopg
 
-from idemconsumer.duty import Duty, within
+from idemconsumer.duty import Duty, joined, within
 from idemconsumer.errors import Fenced, StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.ports.leased_saga import Runs
@@ -111,7 +111,7 @@ class Heartbeat:
         self._wanted.set()
         if self._ticking is not None:
             self._ticking.cancel()
-            await asyncio.to_thread(self._thread.join, 5.0)
+            await joined(self._thread, 5.0)
 
     async def _tick(self) -> None:
         """Also watches the deadline, since the thread may hang in a renewal that gets no answer."""

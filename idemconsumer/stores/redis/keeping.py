@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from idemconsumer import forks
-from idemconsumer.duty import Duty, within
+from idemconsumer.duty import Duty, joined, within
 from idemconsumer.logs import log
 from idemconsumer.ports.requests import Held
 from idemconsumer.redaction import error_text
@@ -90,7 +90,7 @@ class Keeper:
             self._ticking.cancel()
             with suppress(RuntimeError):  # its loop has ended
                 self._beating.call_soon_threadsafe(self._stop.set)
-            await asyncio.to_thread(self._thread.join, _JOIN)
+            await joined(self._thread, _JOIN)
             self._ticking = None  # who claims after this is renewed by another thread
         left, self._mine = self._mine, {}
         return [mine.held for mine in left.values()]

@@ -63,6 +63,11 @@ class Processes:
         self._watchdog.watch(*(each.pid for each in self._running))
 
     @property
+    def pid(self) -> int:
+        """Of the process that was started last."""
+        return self._running[-1].pid
+
+    @property
     def running(self) -> bool:
         return bool(self._running) and all(process.poll() is None for process in self._running)
 

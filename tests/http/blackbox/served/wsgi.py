@@ -98,7 +98,7 @@ def behave(
     if "events" in query:
         return _events(query["events"], config, query["gate"])
     if "gate" in query:
-        _pass(Gate(config.folder, query["gate"]))
+        wait_at(Gate(config.folder, query["gate"]))
     if headers.get("X-Die") == "running":
         behaviour.die()
     if "fail" in query:
@@ -113,10 +113,10 @@ def _events(number: str, config: Config, gate: str) -> Iterator[bytes]:
     for event in range(int(number)):
         yield f"data: {event}\n\n".encode()
         if event == 0:
-            _pass(Gate(config.folder, gate))
+            wait_at(Gate(config.folder, gate))
 
 
-def _pass(gate: Gate) -> None:
+def wait_at(gate: Gate) -> None:
     gate.arrive()
     for _ in range(behaviour.MOST_GLANCES):
         if gate.is_open:
