@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from idemconsumer.http import problems
-from idemconsumer.http.exchanged import Answer, RunApplication, replay
+from idemconsumer.http.exchanged import Answer, Response, RunApplication, replay
 from idemconsumer.http.joined_request import Joined
 from idemconsumer.http.leased_request import Leased
 from idemconsumer.http.opened_stores import OpenedStores
@@ -37,7 +37,7 @@ class Door:
             nonlocal claim
             mode: Joined | Leased = await (self._opened.joined() if policy.tx else self._opened.leased())
             claim = claim or claimed()
-            met = await mode.attempt(claim, policy, run)
+            met = await mode.attempt(claim, policy, _heard(outages, run))
             outages.heard(wrote=isinstance(met, Answer))
             return met if isinstance(met, Answer) else _standing(met, claim, policy)
 
@@ -52,11 +52,21 @@ class Door:
     async def answer_without_key(self, policy: Policy, run: RunApplication) -> Answer:
         """That to a request of which nothing is stored, so a COMMIT without an answer cannot be asked for (H16)."""
         try:
-            answer = await (await self._opened.joined()).unclaimed(policy, run)
+            answer = await (await self._opened.joined()).unclaimed(policy, _heard(self._joined, run))
         except OF_A_STORE as error:
             return refusal(self._joined.answered(error, problems.OUTCOME_LOST))
         self._joined.heard(wrote=False)
         return answer
+
+
+def _heard(outages: Outages, run: RunApplication) -> RunApplication:
+    """What runs has been claimed: for as long as it takes, its store is known to have worked (H58)."""
+
+    def heard(limit: float | None = None) -> Awaitable[Response]:
+        outages.heard(wrote=False)
+        return run(limit)
+
+    return heard
 
 
 def _standing(met: Record | Running, claim: Claim, policy: Policy) -> Answer | None:

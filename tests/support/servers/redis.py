@@ -97,6 +97,11 @@ class RedisSentinels:
     def address(self) -> str:
         return f"sentinel://{','.join(f'127.0.0.1:{port}' for port in self.ports)}/{self.service}/0"
 
+    def hand_over(self) -> None:
+        """Make the replica the primary, though nothing has happened to that."""
+        with redis.Redis(port=self.ports[0]) as client:
+            client.execute_command("SENTINEL", "FAILOVER", self.service)
+
     def primary_port(self) -> int:
         with redis.Redis(port=self.ports[0], decode_responses=True) as client:
             return int(client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)[1])
