@@ -722,6 +722,16 @@ async def test_check_fails_on_a_delivery_limit_without_a_dead_letter_exchange(
     await until(content)
 
 
+async def test_check_is_content_with_dead_letters_that_go_to_the_default_exchange(
+    node: Node, broker: RabbitmqBroker
+) -> None:
+    aside = await node.queue()
+    name = await node.queue(x_delivery_limit=20, x_dead_letter_exchange="", x_dead_letter_routing_key=aside)
+    reachable, limit = await broker.check(subscribed(name))
+    assert (reachable.level, limit.level) == ("ok", "ok")
+    assert "go to the default exchange" in limit.text
+
+
 @pytest.mark.parametrize("arguments", [{}, {"x_max_age": "1h"}])
 async def test_a_stream_is_refused(node: Node, broker: RabbitmqBroker, arguments: dict[str, str]) -> None:
     name = await node.queue(type="stream", **arguments)

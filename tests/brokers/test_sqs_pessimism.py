@@ -22,6 +22,7 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies
+from idemconsumer.worker.source_findings import source_findings
 from tests.support.inside import held_in, keep_nothing_invisible, not_fetched, polls_of
 from tests.support.logs import times
 from tests.support.servers.elasticmq import CREDENTIALS
@@ -90,6 +91,33 @@ async def test_what_its_dead_letter_queue_keeps_can_come_again(
             assert await broker.retention_seconds(Subscription(f"sqs:{name}", "handler", "group")) == days * DAYS
         finally:
             await broker.close()
+
+
+@pytest.mark.parametrize(
+    ("retain", "level", "text"),
+    [
+        ("7d", "error", 'keeps messages for 14 days, but records are kept for 7 days; write retain="15d"'),
+        ("14d", "warning", 'less than a day for messages in flight at the end; write retain="15d"'),
+        ("15d", "ok", ""),
+    ],
+)
+async def test_check_counts_what_its_dead_letter_queue_keeps(
+    double: SqsDouble, retain: str, level: str, text: str
+) -> None:
+    app, aside = App("kept"), Aside()
+
+    @app.idempotent_handler("sqs:orders", key="id", retain=retain)
+    async def place(order: Item, tx: Tx) -> None: ...
+
+    async with aside.serving():
+        settings = Settings(sqs=aside.address)
+        broker, (handler,) = SqsBroker(settings), app.bound_handlers(settings)
+        try:
+            found = await source_findings(handler, Subscription("sqs:orders", handler.name, "group"), broker)
+        finally:
+            await broker.close()
+    said = [each for each in found if "keeps messages" in each.text]
+    assert [(each.level, text in each.text) for each in said] == ([] if level == "ok" else [(level, True)])
 
 
 def shop(name: str = "orders") -> App:

@@ -30,6 +30,7 @@ from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import files, script
 from tests.support import forked
+from tests.support.servers.made import PrivateRedis
 from tests.support.servers.postgres import migrated
 from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, eventually
@@ -620,6 +621,31 @@ def test_check_warns_of_steps_that_the_shortest_lease_cuts_off(shop: Shop) -> No
     assert subject == "handler slow"
     assert "20 s (timeout), but those with saga.tx only 1 s" in text
     assert "that of quick" in text
+
+
+def test_check_tries_what_a_request_takes_in_redis(shop: Shop, private_redis: PrivateRedis) -> None:
+    server = private_redis()
+
+    def said() -> list[tuple[str, str]]:
+        checking = shop.start("check", "shop:app", "--json", IDEMCONSUMER_REDIS=address)
+        found = json.loads(checking.communicate(timeout=PATIENCE)[0])
+        return [(each["level"], each["text"]) for each in found if each["subject"] == "redis"]
+
+    address = server.address
+    assert said() == [("ok", "reachable")]
+    server.ask("CONFIG", "SET", "maxmemory", int(server.ask("INFO", "memory")["used_memory"]) // 2)
+    full, text = said()[1]
+    assert (full, text.startswith("memory is full, so new requests with a key get 503")) == ("warning", True)
+    server.ask("CONFIG", "SET", "maxmemory", 0)
+    server.ask("CONFIG", "SET", "min-replicas-to-write", 1)
+    ((level, text),) = said()
+    assert (level, "no request could finish there" in text, "NOREPLICAS" in text) == ("error", True, True)
+    server.ask("CONFIG", "SET", "min-replicas-to-write", 0)
+    server.ask("ACL", "SETUSER", "shop", "on", ">secret", "~*", "+@all", "-pexpire")
+    address = server.address.replace("//", "//shop:secret@")
+    ((level, text),) = said()
+    assert (level, text.endswith("grant what docs/stores.md lists")) == ("error", True)
+    assert server.ask("DBSIZE") == 0, "nothing of a trial is left"
 
 
 def test_check_fails_where_something_would_go_wrong(empty: Shop, database: str) -> None:
