@@ -35,7 +35,7 @@ _IDLE: Final = "120s"  # in a transaction: longer than any broker is waited for,
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OutboxRow:
     """An outgoing message as it is stored. `order`: those with the same one stay in order. `number`: of the dead letter
     that it is, which is `letter` as long as that is stored (O19)."""
 
@@ -50,7 +50,7 @@ class Row:
     letter: ForwardedLetter | None = None
 
 
-def outgoing(row: Row, destination: str) -> Outgoing:
+def outgoing(row: OutboxRow, destination: str) -> Outgoing:
     """As its broker gets it, the same each time (X3). Its message id is the key that it was published with, else the
     row's; in Kafka, where the key is the record's, a header has the row's id. One that is among its headers was another
     message's, whose headers were passed on. A dead letter that was refused goes without its message."""
@@ -156,15 +156,15 @@ class OutgoingLane:
         self._duty.worked()
         return len(rows)
 
-    async def _read(self, connection: Connection, given: dict[str, Any]) -> list[Row]:
-        rows = [Row(*row) for row in await self._rows(connection, "read_outgoing", given)]
+    async def _read(self, connection: Connection, given: dict[str, Any]) -> list[OutboxRow]:
+        rows = [OutboxRow(*row) for row in await self._rows(connection, "read_outgoing", given)]
         if not (numbers := [row.number for row in rows if row.number is not None]):
             return rows
         found = await self._rows(connection, "read_letters", {"letters": numbers})
         letters = {number: ForwardedLetter(number, *rest) for number, *rest in found}
         return [row if row.number is None else replace(row, letter=letters.get(row.number)) for row in rows]
 
-    async def _send(self, rows: Sequence[Row]) -> dict[int, Unsent | None]:
+    async def _send(self, rows: Sequence[OutboxRow]) -> dict[int, Unsent | None]:
         """What is known of each, by its id."""
         answers: dict[int, Unsent | None] = {row.id: BEHIND for row in rows}
         if gone := {row.id for row in rows if row.number is not None and row.letter is None}:
@@ -180,13 +180,13 @@ class OutgoingLane:
                 break
         return answers
 
-    async def _sent(self, rows: Sequence[Row]) -> list[Unsent | None]:
+    async def _sent(self, rows: Sequence[OutboxRow]) -> list[Unsent | None]:
         found, why = await self._relayed(rows)
         if why in (None, Meaning.PASSING) or len(rows) == 1:
             return found
         return await self._one_by_one(rows)
 
-    async def _relayed(self, rows: Sequence[Row]) -> tuple[list[Unsent | None], Meaning | None]:
+    async def _relayed(self, rows: Sequence[OutboxRow]) -> tuple[list[Unsent | None], Meaning | None]:
         """And what an exception meant, if there was one."""
         try:
             messages = [outgoing(row, self._destination) for row in rows]
@@ -201,7 +201,7 @@ class OutgoingLane:
             text = typed_text(error) if why is Meaning.DOUBT else error_text(error)
             return [Unsent(text, final=why is Meaning.REFUSED)] * len(rows), why
 
-    async def _one_by_one(self, rows: Sequence[Row]) -> list[Unsent | None]:
+    async def _one_by_one(self, rows: Sequence[OutboxRow]) -> list[Unsent | None]:
         """It may be for the sake of one of them, whichever it is, which then costs the others nothing. No longer than
         the transaction may stay open (X4)."""
         found: list[Unsent | None] = [BEHIND] * len(rows)
@@ -217,7 +217,9 @@ class OutgoingLane:
                 break
         return found
 
-    async def _settle(self, connection: Connection, rows: Sequence[Row], answers: dict[int, Unsent | None]) -> int:
+    async def _settle(
+        self, connection: Connection, rows: Sequence[OutboxRow], answers: dict[int, Unsent | None]
+    ) -> int:
         """X2: nothing is deleted that is not confirmed."""
         confirmed = [row.id for row in rows if answers[row.id] is None]
         if confirmed:
@@ -234,13 +236,13 @@ class OutgoingLane:
                 self._refused(row, answer, after)
         return len(confirmed)
 
-    def _pause(self, row: Row) -> float | None:
+    def _pause(self, row: OutboxRow) -> float | None:
         """Seconds until a refused one is tried again; None: it is parked."""
         if row.letter is not None and row.tries == 0:
             return 0.0  # without its message
         return next_try(row.tries + 1) if holdable(self._destination, row.order) else None
 
-    def _refused(self, row: Row, answer: Unsent, after: float | None) -> None:
+    def _refused(self, row: OutboxRow, answer: Unsent, after: float | None) -> None:
         if row.letter is not None and row.tries == 0:
             log.warning("dead letter forwarded without its message", handler=row.letter.handler, letter=row.letter.id,
                         destination=self._destination, error=answer.text)  # fmt: skip
