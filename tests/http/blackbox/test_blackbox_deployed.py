@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Final
 
 import httpx
@@ -136,8 +137,9 @@ async def test_a_request_that_gunicorn_cuts_off_at_its_timeout_has_its_key_free_
     """H51: SIGABRT in the middle of a view, long before a lease is over. The gate stays shut."""
     for place, route in places(serve(SYNC, "postgres", "--timeout", "2")):
         service, gate, key = place.service(), place.gate(), new()
-        cut = await service.send(route, key=key, gate=gate.name)
-        assert (cut.status_code, gate.arrivals) == (500, 1)
+        with suppress(httpx.TransportError):  # what is sent then is gunicorn's, and other with each version
+            assert (await service.send(route, key=key, gate=gate.name)).status_code == 500
+        assert gate.arrivals == 1
         gate.open()
         again = await service.answered(route, key=key, gate=gate.name)
         assert (again.status_code, replayed(again), gate.arrivals) == (201, False, 2)

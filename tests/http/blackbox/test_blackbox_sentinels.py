@@ -28,6 +28,24 @@ class Watched:
     replica: RedisServer
     sentinels: RedisSentinels
 
+    def stop(self, how: str) -> None:
+        match how:
+            case "killed":
+                self.primary.kill()
+            case "frozen":
+                self.primary.freeze()
+            case _:
+                self.sentinels.hand_over()
+
+    def go_on(self, how: str) -> None:
+        """As a replica, which the Sentinels would make of it within ten seconds."""
+        match how:
+            case "killed":
+                self.primary.start()
+            case "frozen":
+                self.primary.thaw()
+        self.primary.follow(self.replica)
+
     async def failed_over(self) -> None:
         await until(lambda: self.sentinels.primary_port() == self.replica.port, "the replica is the primary")
 
@@ -61,10 +79,10 @@ def serve(watched: Watched, configs: Callable[[Store], Config]) -> Iterator[Serv
         server.kill()
 
 
-@pytest.mark.parametrize("silence", ["killed", "frozen"])
-async def test_a_failover_lets_no_effect_happen_twice(watched: Watched, serve: Serve, silence: str) -> None:
+@pytest.mark.parametrize("how", ["killed", "frozen", "handed over"])
+async def test_a_failover_lets_no_effect_happen_twice(watched: Watched, serve: Serve, how: str) -> None:
     """Of what runs at that moment, and of what comes until the replica is there: each client repeats until it has its
-    response."""
+    response. A primary that is handed over takes writes for another ten seconds, which then are lost."""
     place = Place("redis", "leased", "asgi", serve(1))
     gate, inside, around = place.gate(), [new() for _ in range(8)], [new() for _ in range(40)]
     services = {key: Service(place.server.url, place.mode, key) for key in inside + around}
@@ -87,11 +105,10 @@ async def test_a_failover_lets_no_effect_happen_twice(watched: Watched, serve: S
 
     clients |= {key: asyncio.create_task(in_turn(key)) for key in around}
     await until(lambda: answered >= 5, "some are answered")
-    watched.primary.kill() if silence == "killed" else watched.primary.freeze()
+    watched.stop(how)
     gate.open()
     await watched.failed_over()
-    watched.primary.start() if silence == "killed" else watched.primary.thaw()
-    watched.primary.follow(watched.replica)
+    watched.go_on(how)
     contents = {key: await clients[key] for key in clients}
     for key, service in services.items():
         query = {"gate": gate.name} if key in inside else {}
