@@ -29,6 +29,7 @@ from tests.support import ROOT
 from tests.support.clock import forward
 from tests.support.ledger import Ledger, write
 from tests.support.logs import LogCapture, times
+from tests.support.servers.made import PrivateRedis
 from tests.support.servers.proxy import Proxy, Trap
 from tests.support.tuning import as_it_is, tuned
 from tests.support.waiting import PATIENCE, until
@@ -95,6 +96,25 @@ async def test_a_database_that_is_not_what_it_was_is_an_outage_too(
         for path in ("/orders", "/paid"):
             assert (await shop.post(path=path, key="new")).status_code == 201
     assert times(logged, "the store of the front door works again") == 2
+
+
+async def test_what_still_runs_has_been_claimed_so_a_redis_that_begins_to_evict_is_an_outage(
+    make_door: MakeDoor, private_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch, endpoint: Counting
+) -> None:
+    """H58: it is the first request of its process, and takes long."""
+    tuned(monkeypatch, redis_asked_every=0.0)
+    server = private_redis()
+    door = make_door(store="redis", redis=server.address, default=Route())
+    endpoint.go.clear()
+    async with client(service(door, endpoint.__call__)) as shop:
+        first = asyncio.create_task(shop.post())
+        await endpoint.inside.wait()
+        for name, value in (("maxmemory", "100mb"), ("maxmemory-policy", "allkeys-lru")):
+            server.ask("CONFIG", "SET", name, value)
+        got = await shop.post(key="another")
+        assert (got.status_code, problem(got)) == (503, "unavailable")
+        endpoint.go.set()
+        assert (await first).status_code == 201
 
 
 FULL = """

@@ -11,7 +11,6 @@ from structlog.testing import LogCapture
 
 from idemconsumer.http import Route
 from idemconsumer.stores.redis.redis_requests import RedisRequests
-from tests.http.endpoints import Counting
 from tests.http.site import MakeDoor, client, problem, replayed, service
 from tests.support.leases import STEADY
 from tests.support.servers.made import PrivateRedis
@@ -98,22 +97,3 @@ async def test_a_redis_that_begins_to_evict_is_an_outage_and_is_said_once(
         server.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
         assert replayed(await shop.post())
         assert (await shop.post(key="another")).status_code == 201
-
-
-async def test_what_still_runs_has_been_claimed_so_a_redis_that_begins_to_evict_is_an_outage(
-    make_door: MakeDoor, private_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch, endpoint: Counting
-) -> None:
-    """H58: it is the first request of its process, and takes long."""
-    tuned(monkeypatch, redis_asked_every=0.0)
-    server = private_redis()
-    door = make_door(store="redis", redis=server.address, default=Route())
-    endpoint.go.clear()
-    async with client(service(door, endpoint.__call__)) as shop:
-        first = asyncio.create_task(shop.post())
-        await endpoint.inside.wait()
-        for name, value in (("maxmemory", "100mb"), ("maxmemory-policy", "allkeys-lru")):
-            server.ask("CONFIG", "SET", name, value)
-        got = await shop.post(key="another")
-        assert (got.status_code, problem(got)) == (503, "unavailable")
-        endpoint.go.set()
-        assert (await first).status_code == 201

@@ -127,13 +127,12 @@ async def test_statements_and_round_trips_are_those_of_the_protocol(idem: Idem) 
     with pytest.raises(AssertionError, match="2 round trips, not 1; handled: note applied"):
         async with kit.assert_round_trips(1):
             await kit.send("sqs:notes", {"id": "c"})
-    async with kit.assert_statements(5), kit.assert_round_trips(2), kit.assert_commits(0):
-        await kit.redeliver()
 
 
 async def test_what_a_saga_costs_is_what_the_protocol_says(idem: Idem) -> None:
     kit = await idem(shop, post, resources={Gateway: Gateway()})
-    await kit.send("sqs:walks", {"id": "1"})
-    await kit.drain()
+    for number in range(4):
+        await kit.send("sqs:walks", {"id": str(number)})
+        await kit.drain()
     async with kit.assert_statements(8 + 2 * 5), kit.assert_round_trips(2 + 2 * 2), kit.assert_commits(4):
-        await kit.send("sqs:walks", {"id": "2"})
+        await kit.send("sqs:walks", {"id": "last"})

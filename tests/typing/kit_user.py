@@ -72,7 +72,7 @@ async def test_paid(idem: Idem) -> None:
     await kit.advance("3d")
     assert (await kit.saga("1")).state == "completed"
     assert not await kit.dead_letters()
-    async with kit.assert_commits(1):
+    async with kit.assert_commits(1), kit.assert_statements(6), kit.assert_round_trips(2):
         await kit.send("kafka:orders", b"{}")
     await kit.reset()
 

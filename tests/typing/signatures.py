@@ -469,7 +469,7 @@ async def with_the_kit(idem: Idem, api: object) -> None:
     assert_type(await kit.rows("select 1"), list[tuple[Any, ...]])
     async with kit.http(api) as client:
         await client.get("/")
-    async with kit.assert_commits(1):
+    async with kit.assert_commits(1), kit.assert_statements(6), kit.assert_round_trips(2):
         await kit.reset()
 
     await idem(app, resources=["it"])  # type: ignore[arg-type]

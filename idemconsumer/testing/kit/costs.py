@@ -10,12 +10,15 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from psycopg import AsyncCursor
-from psycopg.pq.abc import PGresult
+from psycopg.pq.abc import PGconn, PGresult
 
+from idemconsumer.engine.engine import Engine
 from idemconsumer.ports.observer import Point, SagaPoint
+from idemconsumer.sagas.saga_engine import LeasedEngine
 from idemconsumer.stores.ahead import Ahead
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.lent import LentConnection
+from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.prepared import PreparedStatements
 
 _FOR_MESSAGES: ContextVar[bool] = ContextVar("idem_for_messages", default=False)
@@ -42,47 +45,66 @@ class Cost:
 def counting() -> Iterator[Cost]:
     """In this process, while the block runs: what there was so far, on the connections of handlers and sagas."""
     cost = Cost()
+    asked = set[PGconn]()  # those on which an exchange for messages is under way; its end is read in no task's context
 
-    def count(results: Sequence[PGresult | None]) -> None:
-        if _FOR_MESSAGES.get():
+    def count(pgconn: PGconn, results: Sequence[PGresult | None]) -> None:
+        if pgconn in asked:
             cost.statements += len(results)
             cost.commits += sum(each is not None and each.command_status == b"COMMIT" for each in results)
+
+    def within(act: Any, for_messages: bool) -> Any:
+        async def seen(self: Any, *given: Any, **more: Any) -> Any:
+            token = _FOR_MESSAGES.set(for_messages)
+            try:
+                return await act(self, *given, **more)
+            finally:
+                _FOR_MESSAGES.reset(token)
+
+        return seen
 
     exchange, simple, command = Connection._exchange, Connection._simple, Connection._exec_command
     sent, answers, checked = PreparedStatements._sent, Ahead.answers, AsyncCursor._check_results
 
     async def exchanged(self: Connection, *given: Any) -> Any:
-        value = await exchange(self, *given)
-        cost.round_trips += _FOR_MESSAGES.get() and not self._at_once
+        if not _FOR_MESSAGES.get():
+            return await exchange(self, *given)
+        asked.add(pgconn := self.pgconn)
+        try:
+            value = await exchange(self, *given)
+        finally:
+            asked.discard(pgconn)
+        cost.round_trips += not self._at_once
         return value
 
     def simple_query(self: Connection, statements: bytes) -> Any:
         results = yield from simple(self, statements)
-        count(results)
+        count(self.pgconn, results)
         return results
 
     def of_psycopg(self: Any, *given: Any, **more: Any) -> Any:
         result = yield from command(self, *given, **more)
-        count([result])
+        count(self.pgconn, [result])
         return result
 
     def known(self: PreparedStatements, *given: Any) -> Any:
         result = yield from sent(self, *given)
-        count([result])
+        count(self._connection.pgconn, [result])
         return result
 
     def sent_ahead(self: Ahead, last: Sequence[tuple[Any, bytes]] = (), *given: Any) -> Any:
         expected = dict.fromkeys(each for each in self._expected if each is not None)  # one that is prepared is twice
         yield from answers(self, last, *given)
-        count([each.result for each in (*expected, *(each for each, _ in last))])
+        count(self._pgconn, [each.result for each in (*expected, *(each for each, _ in last))])
 
     def of_cursor(self: Any, results: list[PGresult]) -> None:
-        if isinstance(self._conn, Connection | LentConnection):
-            count(results)
+        count(self._pgconn, results)
         checked(self, results)
 
     with ExitStack() as stack:
         for owner, name, seen in (
+            (Engine, "run", within(Engine.run, True)),  # before the first point: the claim counts too
+            (LeasedEngine, "run", within(LeasedEngine.run, True)),
+            (Pool, "scope_ids", within(Pool.scope_ids, False)),  # once for a process, or for a connection
             (Connection, "_exchange", exchanged),
             (Connection, "_simple", simple_query),
             (Connection, "_exec_command", of_psycopg),
