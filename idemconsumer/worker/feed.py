@@ -304,6 +304,8 @@ class Feed:
     async def warn(self) -> None:
         """Log what its sources would lose, once it has a session (D16)."""
         await self.opened.wait()
+        if self._apart:  # the session itself has asked Postgres all that `check` asks
+            return
         handlers = {each.name: each for each in self._handlers.values()}
         await warn_of_sources(handlers, self._given, self._broker)
 
