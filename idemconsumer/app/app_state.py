@@ -93,7 +93,9 @@ class AppState(ABC):
                     plans = [handler.plan for handler in self._handlers.values()]
                     resources = Resources(list(self._resources.values()))
                     settings = self._with_build(self._configured())
-                    inline = await InlineRunner.open(settings, plans, resources, tracing_of(settings), kind)
+                    inline = await InlineRunner.open(
+                        settings, plans, resources, tracing_of(settings), kind, self._around.locks
+                    )
                     here.inline = inline
         await inline.allow(kind)
         return inline

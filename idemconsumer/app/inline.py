@@ -74,9 +74,15 @@ class InlineRunner:
 
     @classmethod
     async def open(
-        cls, settings: Settings, plans: Sequence[HandlerPlan], resources: Resources, tracing: Tracing, kind: Kind
+        cls,
+        settings: Settings,
+        plans: Sequence[HandlerPlan],
+        resources: Resources,
+        tracing: Tracing,
+        kind: Kind,
+        locks: int | None = None,
     ) -> InlineRunner:
-        """With the rights of this kind. Raises ConfigurationError or StoreUnavailable."""
+        """With the rights of this kind. `locks`: see `Surroundings`. Raises ConfigurationError or StoreUnavailable."""
         if settings.dsn is None:
             raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN")
         leased = [plan for plan in plans if plan.signature.needs_saga]
@@ -89,8 +95,10 @@ class InlineRunner:
             hasty=True,
             require_standby=settings.require_synchronous_standby,
             kind=kind,
+            most_locks=locks,
         )
-        return cls(settings, settings.dsn, store, leased, resources, tracing, kind)
+        looked_at: Kind = kind if locks is None else "worker"
+        return cls(settings, settings.dsn, store, leased, resources, tracing, looked_at)
 
     async def allow(self, kind: Kind) -> None:
         """H56. Raises ConfigurationError where it was opened by a call that needs less, and its role may do no more;

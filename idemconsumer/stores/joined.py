@@ -50,14 +50,18 @@ class PostgresStore:
         parties: Iterable[str] = (),
         hasty: bool = False,
         kind: Kind = "worker",
+        most_locks: int | None = None,
     ) -> PostgresStore:
-        """Check and open; see `check_database` and `Pool` for the parameters.
+        """Check and open; see `check_database` and `Pool` for the parameters. `most_locks`: what a check of the same
+        database has returned, which then is not made again.
 
         Raises ConfigurationError (see `check_database`) or StoreUnavailable.
         """
-        most_locks = await check_database(
-            dsn, schema, longest_run=longest_run, lease=lease, beside=beside, require_standby=require_standby, kind=kind
-        )
+        if most_locks is None:
+            most_locks = await check_database(
+                dsn, schema, longest_run=longest_run, lease=lease, beside=beside, require_standby=require_standby,
+                kind=kind,
+            )  # fmt: skip
         pool = Pool(
             dsn,
             schema,

@@ -11,6 +11,7 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.codecs import encode
 from idemconsumer.message.message import Message
 from idemconsumer.settings import Settings, load
+from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.testing.matrix_database import Contents, MatrixDatabase
 from idemconsumer.testing.matrix_process import Consume
@@ -86,8 +87,13 @@ async def _of_app(
     """Its worker has these `settings`, but for the addresses, and `resources` in the places of the app's own."""
     sent, schema = check_sent(app, message), settings.schema
     runs = RunsWorker(app, settings, resources)
+
+    def prepare(copy: str) -> None:
+        migrate(copy, schema)
+        runs.locks = asyncio.run(check_database(copy, schema, require_standby=settings.require_synchronous_standby))
+
     async with (
-        MatrixDatabase(dsn, tables, ignore, lambda copy: migrate(copy, schema)) as database,
+        MatrixDatabase(dsn, tables, ignore, prepare) as database,
         Processes(runs, sent, database, wired=False) as processes,
     ):
         return await _Matrix(database, processes, timeout, Queued(database, schema, sent)).run()

@@ -25,6 +25,9 @@ from idemconsumer.testing.matrix_database import MatrixDatabase
 from idemconsumer.testing.matrix_process import MatrixDelivery
 from idemconsumer.testing.matrix_running import LONG, Ending, Process
 from idemconsumer.testing.surroundings import NOWHERE, lent
+from idemconsumer.worker.worker import Surroundings
+
+import_module("idemconsumer.worker.saga_lease")  # once, and not in each process that is forked
 
 _SHORT: Final = 0.15  # seconds between two points of a worker that gets on
 
@@ -41,6 +44,7 @@ class RunsWorker:
         self.__qualname__ = f"app {app.name!r}"
         self._settings = replace(settings, until_empty=True, workers=1, ops_port=None, **NOWHERE)
         self._resources = resources
+        self.locks: int | None = None  # of the copy, once it was looked at
         if not self._name:
             raise ConfigurationError(
                 f"crash_matrix: {self.__qualname__} is not an attribute of a module, so another process cannot find "
@@ -54,7 +58,8 @@ class RunsWorker:
         def stand_in(scheme: str, settings: Settings) -> Broker:
             return _StandIn(scheme, settings, delivery.message)
 
-        with lent(app, self._resources, settings, stand_in):
+        around = Surroundings(stand_in, settings=settings, locks=self.locks)
+        with lent(app, self._resources, around):
             await app.worker(settings, _Telling(delivery)).run()
 
 

@@ -23,26 +23,19 @@ NOWHERE: Final[Mapping[str, Any]] = {
 
 
 @contextmanager
-def lent(
-    app: App,
-    resources: Mapping[type, object],
-    settings: Settings,
-    broker: Callable[[str, Settings], Broker],
-    stuck: Callable[[str], None] | None = None,
-) -> Iterator[None]:
-    """The app with `resources` in the places of those of its own that have their types. `broker`: that of a scheme, but
-    for Postgres, which is real. `stuck`: as `Surroundings` has it."""
+def lent(app: App, resources: Mapping[type, object], around: Surroundings) -> Iterator[None]:
+    """The app with `resources` in the places of those of its own that have their types. `around` makes the broker of
+    each scheme, but for Postgres, which is real."""
 
     def connected(scheme: str, settings: Settings) -> Broker:
-        return connect(scheme, settings) if scheme == "postgres" else broker(scheme, settings)
+        return connect(scheme, settings) if scheme == "postgres" else around.connect(scheme, settings)
 
-    around = Surroundings(connected, settings=settings)
     before = app._settings, app._resources, app._around
     ours = {
         each: Resource(each.__name__, each, _given(resources[each])) for each in app._resources if each in resources
     }
     app._settings, app._resources = None, app._resources | ours
-    app._around = around if stuck is None else replace(around, stuck=stuck)
+    app._around = replace(around, connect=connected)
     try:
         yield
     finally:

@@ -85,11 +85,13 @@ def _leave(place: str) -> None:
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What a process lends its workers and apps. `connect` makes the client of a scheme; `stuck` is called, in a
-    thread, with the place where the event loop stands still for too long; `settings` replace the environment's."""
+    thread, with the place where the event loop stands still for too long; `settings` replace the environment's.
+    `locks`: those of a database that was looked at before (R7), and is not looked at again."""
 
     connect: Callable[[str, Settings], Broker] = _connect
     stuck: Callable[[str], None] = _leave
     settings: Settings | None = None
+    locks: int | None = None
 
 
 class Worker:
@@ -245,6 +247,7 @@ class Worker:
             beside=shortest_lease(self._leased) if self._leased else None,
             require_standby=self._settings.require_synchronous_standby,
             parties=[handler.name for handler in self._joined],
+            most_locks=self._around.locks,
         )
 
     async def _open_saga_lease(self, dsn: str, engine: Engine) -> SagaLease:

@@ -7,6 +7,7 @@ which are no functions.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import tempfile
@@ -22,6 +23,7 @@ from psycopg.conninfo import make_conninfo
 
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.migrations import migrate
 
 SCHEMA: Final = "idemconsumer"
@@ -75,6 +77,7 @@ class Databases:
         self._dsn = ""
         self._working = ThreadPoolExecutor(1, "idem-databases")
         self._templates: dict[Setup, str] = {}
+        self.locks = 0  # of the server: the templates were looked at, and their copies need not be
         self._next: dict[str, Future[str]] = {}
         self._made: set[str] = set()
 
@@ -122,6 +125,7 @@ class Databases:
                 connection.execute(setup)
         if callable(setup):
             setup(address)
+        self.locks = asyncio.run(check_database(address, SCHEMA))
         self._admin.execute(_END, (template,))  # a pool that the setup left open
         return template
 

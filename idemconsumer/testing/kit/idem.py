@@ -93,7 +93,7 @@ class Kit:
 
     async def _connect(self) -> None:
         self._connection = await psycopg.AsyncConnection.connect(self._dsn, autocommit=True)
-        await self._crew.begin(self._dsn)
+        await self._crew.begin(self._dsn, self._databases.locks)
 
     async def _disconnect(self) -> None:
         try:

@@ -22,7 +22,7 @@ from idemconsumer.testing.kit.databases import SCHEMA
 from idemconsumer.testing.kit.hub import Hub
 from idemconsumer.testing.kit.kit_broker import KitBroker
 from idemconsumer.testing.surroundings import NOWHERE, lent
-from idemconsumer.worker.worker import Worker
+from idemconsumer.worker.worker import Surroundings, Worker
 
 if TYPE_CHECKING:
     from idemconsumer.testing.matrix import MarkedTest
@@ -72,11 +72,13 @@ class KitWorkers:
         self._stack = ExitStack()
         self._running: dict[str, asyncio.Task[None]] = {}
 
-    async def begin(self, dsn: str) -> None:
-        """Their workers start beside this. Raises ConfigurationError for an app that no worker can run."""
+    async def begin(self, dsn: str, locks: int) -> None:
+        """Their workers start beside this, in a database that has so many `locks`. Raises ConfigurationError for an app
+        that no worker can run."""
         settings = _settings(dsn)
+        around = Surroundings(self._broker, _stuck, settings, locks)
         for app in self.apps:
-            self._stack.enter_context(lent(app, self._resources, settings, self._broker, _stuck))
+            self._stack.enter_context(lent(app, self._resources, around))
             if app.handlers:
                 self.workers[app.name] = worker = app.worker(settings, self._seen)
                 for each in (each for handler in worker.handlers for each in handler.subscriptions):
