@@ -37,27 +37,6 @@ create index delayed_due on {schema}.delayed (name, due_at);
 
 comment on table {schema}.delayed is 'Messages of the queues that are not due yet (P7)';
 
--- A message waits from now on: in its queue, whose listeners are told, or until it is due (P7). Each comes in here, what was
--- published and what waits for its next attempt, or a redrive, as its headers say.
-create function {schema}.put_message(queue text, message_id text, body bytea, headers bytea, due_at timestamptz default null)
-returns bigint language plpgsql as $$
-declare
-    new_id bigint;
-begin
-    if put_message.due_at is not null then
-        insert into {schema}.delayed (name, message_id, body, headers, due_at)
-        values (put_message.queue, put_message.message_id, put_message.body, put_message.headers, put_message.due_at)
-        returning id into new_id;
-    else
-        insert into {schema}.queue (name, message_id, body, headers)
-        values (put_message.queue, put_message.message_id, put_message.body, put_message.headers)
-        returning id into new_id;
-        perform pg_notify('idemconsumer_queue', put_message.queue);
-    end if;
-    return new_id;
-end
-$$;
-
 -- What begins with the name of another broker is on its way there (X1); `postgres:` may stand before a queue's name,
 -- whatever that is. Other spellings of these names are refused, since nobody would look at a queue of that name. What is
 -- relayed has to last (X9): a commit that does not wait for the disk is seen by a relay before it lasts, so its message
@@ -135,8 +114,17 @@ begin
             using errcode = '22023', hint = format('Write %s, or postgres:%s if that is the queue''s name.',
                 lower(btrim(split_part(queue, ':', 1))) || substr(queue, strpos(queue, ':')), queue);
     end if;
-    return {schema}.put_message(into_queue, key, payload, convert_to(given::text, 'UTF8'),
-        case when delay > interval '0' then clock_timestamp() + delay end);
+    if delay > interval '0' then
+        insert into {schema}.delayed (name, message_id, body, headers, due_at)
+        values (into_queue, key, payload, convert_to(given::text, 'UTF8'), clock_timestamp() + delay)
+        returning id into new_id;
+        return new_id;
+    end if;
+    insert into {schema}.queue (name, message_id, body, headers)
+    values (into_queue, key, payload, convert_to(given::text, 'UTF8'))
+    returning id into new_id;
+    perform pg_notify('idemconsumer_queue', into_queue);
+    return new_id;
 end
 $$;
 

@@ -155,10 +155,12 @@ begin
     -- A former ticket that came to its end, and was not settled.
     delete from {schema}.queue as q
     where q.id in (select t.queued from {schema}.redrive as t where t.letter = its.id and t.outcome is not null);
-    number := {schema}.put_message(redrive_letter.queue, null, its.body, redrive_letter.headers);
+    insert into {schema}.queue (name, body, headers) values (redrive_letter.queue, its.body, redrive_letter.headers)
+    returning queue.id into number;
     update {schema}.dead_letter as d set redriven_at = clock_timestamp() where d.id = its.id;
     insert into {schema}.redrive (letter, key, run, by, at, queued)
     values (its.id, its.key, redrive_letter.run, redrive_letter.by, clock_timestamp(), number);
+    perform pg_notify('idemconsumer_queue', redrive_letter.queue);
     return 'redrives';
 end
 $$;

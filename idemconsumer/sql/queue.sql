@@ -48,9 +48,10 @@ returning name
 with gone as (
     delete from {schema}.queue where id = %(id)s::bigint and token = %(token)s::bigint returning id
 )
-select {schema}.put_message(%(name)s, null, %(body)s, %(headers)s::bytea,
-    clock_timestamp() + make_interval(secs => %(after)s))
+insert into {schema}.delayed (name, message_id, body, headers, due_at)
+select %(name)s, %(message_id)s, %(body)s, %(headers)s::bytea, clock_timestamp() + make_interval(secs => %(after)s)
 where %(id)s::bigint is null or exists (select from gone)
+returning id
 
 -- fragment: outbox_look
 -- X8. Whether something can be sent to another broker, for those who relay: they name it as if it were a queue.

@@ -70,7 +70,6 @@ _PRODUCER: Final[tuple[LiteralString, ...]] = (
     "GRANT INSERT (destination, key, order_key, body, headers, due_at), SELECT (id) ON {schema}.outbox TO {role}",
     "GRANT EXECUTE ON FUNCTION {schema}.publish(text, jsonb, text, jsonb, interval), "
     "{schema}.publish_bytes(text, bytea, text, jsonb, interval), "
-    "{schema}.put_message(text, text, bytea, bytea, timestamptz), "
     "{schema}.signal(text, text, text, text, jsonb, text), {schema}.send_signal(bytea, text, text, bytea, text), "
     "{schema}.check_saga(text, text, text), "
     "{schema}.saga_key(text, text, text, text), {schema}.saga_scope(text, text, text) TO {role}",

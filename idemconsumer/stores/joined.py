@@ -199,6 +199,7 @@ class PostgresStore:
             number, token = later.row or (None, None)
             stored = {
                 "name": later.queue,
+                "message_id": None,
                 "body": later.message.body,
                 "headers": encode_headers(with_origin(later.message, pending, later.letter).headers),
                 "after": later.after,
