@@ -19,7 +19,7 @@ from typing import Final
 from idemconsumer.embedded.postgres import EmbeddedPostgres, free_port
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.requests import Held, RequestStore
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.stores.hybrid import HybridRequests
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.migrations import migrate

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
         SignalTimeout,
         StoreUnavailable,
     )
+    from idemconsumer.handlers.arguments import Batch, Child, Done, First, NotDone, Rows, Saga, Step, Tx, Unknown
     from idemconsumer.handlers.decorator import Handler, idempotent_handler
     from idemconsumer.message.keys import Key
     from idemconsumer.message.message import Message, Result
-    from idemconsumer.ports.arguments import Batch, Child, Done, First, NotDone, Rows, Saga, Step, Tx, Unknown
     from idemconsumer.rules.backoff import Backoff
     from idemconsumer.rules.progress import Progress
     from idemconsumer.rules.values import Outcome, OutcomeKind, Signalled
@@ -51,7 +51,7 @@ else:
         "rules.backoff": ["Backoff"],
         "message.keys": ["Key"],
         "message.message": ["Message", "Result"],
-        "ports.arguments": ["Batch", "Child", "Done", "First", "NotDone", "Rows", "Saga", "Step", "Tx", "Unknown"],
+        "handlers.arguments": ["Batch", "Child", "Done", "First", "NotDone", "Rows", "Saga", "Step", "Tx", "Unknown"],
         "rules.values": ["Outcome", "OutcomeKind", "Signalled"],
     }
 

@@ -14,8 +14,8 @@ from typing import Any, Final, NoReturn, cast
 from psycopg.rows import tuple_row
 
 from idemconsumer.errors import HandlerFault
+from idemconsumer.handlers.arguments import Tx
 from idemconsumer.missing import cannot_import
-from idemconsumer.ports.arguments import Tx
 from idemconsumer.stores.tx import PostgresTx
 from idemconsumer.user_code.leftovers import Everybodys
 

@@ -20,12 +20,12 @@ from idemconsumer.app.enqueuing import enqueue_in
 from idemconsumer.brokers.postgres_broker import PostgresBroker
 from idemconsumer.brokers.postgres_session import PostgresSession
 from idemconsumer.engine.engine import Engine
+from idemconsumer.handlers.arguments import Step
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.message.message import StoredResult, Subscription
-from idemconsumer.ports.arguments import Step
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.ports.requests import Held
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Mark, Outcome, Record
 from idemconsumer.settings import Settings
 from idemconsumer.stores.heartbeat import Heartbeat

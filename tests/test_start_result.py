@@ -31,10 +31,10 @@ from idemconsumer import (
     Tx,
 )
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import Record, State
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.stores.leases import PostgresLeases
 from tests.support.servers.postgres import migrated
 from tests.support.waiting import until

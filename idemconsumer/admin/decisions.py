@@ -11,9 +11,9 @@ import msgspec
 from idemconsumer.admin.audit import note_saga
 from idemconsumer.brokers.publishers import Publishers
 from idemconsumer.errors import ConfigurationError, Contention, StoreUnavailable
+from idemconsumer.handlers.arguments import Done, NotDone
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.arguments import Done, NotDone
 from idemconsumer.rules.saga import CANCELLED
 from idemconsumer.rules.values import State, StepState
 from idemconsumer.sql.queries import in_words

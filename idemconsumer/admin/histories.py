@@ -14,9 +14,9 @@ from idemconsumer.admin.sender import Statements
 from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.message.message import Message, StoredResult
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State, StepKind, StepRow, StepState
 from idemconsumer.sql.queries import load
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.stores.shared_reads import step_row
 
 

@@ -18,10 +18,10 @@ from idemconsumer.admin.saga_views import SagaDetail, readable, step_line, word_
 from idemconsumer.admin.sender import Row, Statements, readers
 from idemconsumer.admin.timeline import timeline
 from idemconsumer.errors import ConfigurationError, Contention, StoreUnavailable
+from idemconsumer.handlers.arguments import Done, NotDone
 from idemconsumer.message import codecs, keys
 from idemconsumer.message.message import StoredResult
 from idemconsumer.message.sources import own_source
-from idemconsumer.ports.arguments import Done, NotDone
 from idemconsumer.rules.saga import ANY_VERSION
 from idemconsumer.rules.values import Signalled, State
 from idemconsumer.stores.claims import PostgresClaims

@@ -15,10 +15,10 @@ from idemconsumer.app.app_state import AppState
 from idemconsumer.app.following import tracing_of
 from idemconsumer.app.sending import check_via, to_send
 from idemconsumer.errors import Contention, NotReadNow, StoreUnavailable
+from idemconsumer.handlers.arguments import Tx
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import NO_HEADERS, given_key
 from idemconsumer.message import codecs
-from idemconsumer.ports.arguments import Tx
 from idemconsumer.rules.progress import Progress, progress
 from idemconsumer.rules.values import Record, State
 from idemconsumer.rules.verdicts import Verdict

@@ -18,6 +18,7 @@ from idemconsumer.brokers.adapters import check_delay
 from idemconsumer.brokers.adapters import destination as parse_destination
 from idemconsumer.brokers.sendable import check_sendable
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.handlers.arguments import Duration, Tx
 from idemconsumer.handlers.decorator import Decorate, Handler, asks_for_key, idempotent_handler
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.handlers.handler import BoundHandler, given_key
@@ -29,7 +30,6 @@ from idemconsumer.message import codecs
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
 from idemconsumer.message.sources import consumes
-from idemconsumer.ports.arguments import Duration, Tx
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.ports.observer import Observer
 from idemconsumer.process.child import WORKER

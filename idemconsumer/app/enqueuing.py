@@ -7,8 +7,8 @@ from typing import Any
 from psycopg import AsyncConnection
 
 from idemconsumer.brokers.postgres_broker import enqueue, enqueuing
+from idemconsumer.handlers.arguments import Tx
 from idemconsumer.message.headers import encode_headers
-from idemconsumer.ports.arguments import Tx
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.sql.queries import in_words, load

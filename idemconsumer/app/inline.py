@@ -15,11 +15,10 @@ from idemconsumer.handlers.handler import BoundHandler, HandlerPlan
 from idemconsumer.logs import log
 from idemconsumer.message.message import Message
 from idemconsumer.opening import Opening
-from idemconsumer.ports.leased_saga import Runs
 from idemconsumer.ports.observer import NullObserver
-from idemconsumer.ports.store import Claim
 from idemconsumer.ports.tracing import Tracing
 from idemconsumer.redaction import SHOWN
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Outcome, OutcomeKind, Record, Signalled, State
 from idemconsumer.rules.verdicts import Settlement, final, settle
 from idemconsumer.settings import Settings
@@ -27,6 +26,7 @@ from idemconsumer.stores.acceptance import Acceptance, AcceptedStanding, accept,
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.grants import Kind
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.leased_saga import Runs
 from idemconsumer.stores.signals import Signal
 from idemconsumer.user_code.resources import Resources
 

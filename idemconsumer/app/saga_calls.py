@@ -13,11 +13,11 @@ from idemconsumer.admin.saga_views import SagaStatus, status
 from idemconsumer.app.app_state import AppState
 from idemconsumer.app.enqueuing import enqueue_in
 from idemconsumer.app.following import tracing_of
+from idemconsumer.handlers.arguments import Done, NotDone, Tx
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import TENANT, given_key
 from idemconsumer.message import codecs
 from idemconsumer.message.origin import PARENT
-from idemconsumer.ports.arguments import Done, NotDone, Tx
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.rules.values import Signalled
 from idemconsumer.stores.signals import Signal, send

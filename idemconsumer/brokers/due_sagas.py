@@ -15,12 +15,15 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from idemconsumer.errors import BrokerUnavailable, SessionEnded, StoreUnavailable
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import BesideSagas, Bounds, Delivery, Epoch, Finding, Outgoing
-from idemconsumer.ports.leased_saga import DueLook, LeasedSaga, LeaseStore
+from idemconsumer.stores.leased_saga import DueLook, LeasedSaga
+
+if TYPE_CHECKING:
+    from idemconsumer.stores.leases import PostgresLeases
 
 SCHEME: Final = "saga"
 # Seconds between two looks.
@@ -66,7 +69,7 @@ class DueSagas:
     """See `ports.Broker`. A subscription's name is its handler, and its group the app, the same for all. `cancel` is
     told which sagas of this process are to be cancelled, and `beside` what its queues have."""
 
-    leases: LeaseStore
+    leases: PostgresLeases
     lanes: LanesOfSagas
     cancel: Callable[[Collection[bytes]], None] = lambda keys: None
     beside: Sequence[BesideSagas] = ()

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from idemconsumer.app.app import App
-from idemconsumer.ports.arguments import Tx
+from idemconsumer.handlers.arguments import Tx
 
 QUEUE = "payments"
 PAUSE = "IDEMCONSUMER_DEMO_PAUSE"  # seconds that a booking takes, so that there is something to kill

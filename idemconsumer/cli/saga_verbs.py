@@ -22,7 +22,7 @@ from idemconsumer.cli.flags import ID, as_json, count, database, deciding, flag,
 from idemconsumer.cli.layout import facts as as_lines
 from idemconsumer.cli.layout import listed, printable, short, time_of
 from idemconsumer.cli.verbs import Given, Output, Verbs, print_json
-from idemconsumer.ports.arguments import Done, NotDone
+from idemconsumer.handlers.arguments import Done, NotDone
 from idemconsumer.process.child import Exit
 from idemconsumer.rules.values import Signalled
 

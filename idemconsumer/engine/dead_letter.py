@@ -6,8 +6,8 @@ import hashlib
 
 from idemconsumer.engine.work import Work
 from idemconsumer.message.delivered import beginning, content_of, encode_delivered, whole_body
-from idemconsumer.ports.store import NewDeadLetter
 from idemconsumer.rules.redriven import LEFT_OUT
+from idemconsumer.stores.columns import NewDeadLetter
 
 
 def dead_letter(work: Work, reason: str, error: str, attempts: int, traceback: str | None = None) -> NewDeadLetter:

@@ -19,11 +19,11 @@ from idemconsumer.duty import Duty
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
-from idemconsumer.ports.store import LoggedDeliveries
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.deliveries import became
 from idemconsumer.rules.values import Outcome
 from idemconsumer.rules.verdicts import Settlement, settle
+from idemconsumer.stores.columns import LoggedDeliveries
 from idemconsumer.stores.joined import PostgresStore
 
 _PAUSE: Final = 0.25  # seconds between two writes

@@ -20,10 +20,10 @@ from idemconsumer.handlers.durations import retry_delay
 from idemconsumer.logs import log
 from idemconsumer.message import codecs
 from idemconsumer.ports.observer import Point
-from idemconsumer.ports.store import Claim, NextAttempt
 from idemconsumer.redaction import traceback_text
 from idemconsumer.rules import breaker as rules
 from idemconsumer.rules.backoff import MAX_UNSETTLED
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Found, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import (
     MAX_CONTENTION,
@@ -34,6 +34,7 @@ from idemconsumer.rules.verdicts import (
     final,
     refused,
 )
+from idemconsumer.stores.columns import NextAttempt
 from idemconsumer.stores.decided import decided
 from idemconsumer.stores.joined import PostgresStore
 

@@ -16,11 +16,11 @@ from idemconsumer.errors import BadMessage, NotReadNow
 from idemconsumer.handlers.handler import BoundHandler, Call
 from idemconsumer.message.message import Message
 from idemconsumer.message.origin import Pending
-from idemconsumer.ports.leased_saga import LeasedSaga
-from idemconsumer.ports.store import Claim
 from idemconsumer.ports.tracing import Processing, Tracing
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Found, Record, State
 from idemconsumer.rules.verdicts import Verdict
+from idemconsumer.stores.leased_saga import LeasedSaga
 
 
 class Suspicion(Enum):

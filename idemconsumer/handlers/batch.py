@@ -13,7 +13,7 @@ from idemconsumer.message.message import Message, StoredResult
 
 
 class Items:
-    """See `ports.Batch`."""
+    """See `arguments.Batch`."""
 
     __slots__ = ("_closed", "_fates", "_messages", "_payloads")
 

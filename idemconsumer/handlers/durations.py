@@ -7,8 +7,8 @@ import re
 from datetime import timedelta
 
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.handlers.arguments import Duration
 from idemconsumer.logs import log
-from idemconsumer.ports.arguments import Duration
 
 MAX_RUN = 20 * 86_400.0  # seconds; Postgres and the kernel count them as milliseconds in 31 bits
 MAX_DURATION = 36_500 * 86_400.0  # seconds; times of the database end some thousands of years from now

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import msgspec
 
 from idemconsumer.errors import BadMessage, HandlerError, HandlerFault, OfTheEngine
+from idemconsumer.handlers.arguments import Saga, Tx
 from idemconsumer.handlers.batch import Items
 from idemconsumer.handlers.options import Resolved
 from idemconsumer.handlers.signature import Signature
@@ -22,8 +23,7 @@ from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message, Subscription
 from idemconsumer.message.names import StoredName
 from idemconsumer.message.origin import ACCEPTED, ORIGIN, PARENT, token_of
-from idemconsumer.ports.arguments import Saga, Tx
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.settings import Settings
 
 _DEFAULT_MAX_BYTES = Settings().max_message_bytes

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, TypedDict
 
 from idemconsumer.errors import ConfigurationError, HandlerError
+from idemconsumer.handlers.arguments import Done, Duration, NotDone, Unknown
 from idemconsumer.handlers.durations import MAX_RUN, MIN_LEASE, parse_duration
 from idemconsumer.message.envelopes import Envelope
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
 from idemconsumer.message.sources import BadSource, is_pattern, split_source
-from idemconsumer.ports.arguments import Done, Duration, NotDone, Unknown
 from idemconsumer.rules.backoff import Backoff
 from idemconsumer.rules.group_size import MAX_GROUP
 from idemconsumer.rules.saga import ANY_VERSION

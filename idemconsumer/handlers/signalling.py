@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TypeAlias, cast
 
 from idemconsumer.errors import HandlerError
+from idemconsumer.handlers.arguments import Saga, Tx
 from idemconsumer.handlers.handler import HandlerPlan
 from idemconsumer.message import extraction
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
-from idemconsumer.ports.arguments import Saga, Tx
 
 # Of the handler's transaction, the saga's tenant and key, and what the function returned.
 Send: TypeAlias = Callable[[Tx, str | None, str, object], Awaitable[object]]

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from idemconsumer import forks
 from idemconsumer.errors import HandlerError
+from idemconsumer.handlers.arguments import Batch, Saga, Tx
 from idemconsumer.message.message import Message
-from idemconsumer.ports.arguments import Batch, Saga, Tx
 
 Invoke: TypeAlias = Callable[[object, Tx | Saga | None, Message, Mapping[type, object]], Awaitable[object]]
 

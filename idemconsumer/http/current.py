@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import Any, Final, Generic, LiteralString, TypeVar, overload
 
 from idemconsumer.errors import ConfigurationError, HandlerFault
-from idemconsumer.ports.arguments import Params, Rows, Tx
+from idemconsumer.handlers.arguments import Params, Rows, Tx
 from idemconsumer.user_code.leftovers import Everybodys
 
 T = TypeVar("T")

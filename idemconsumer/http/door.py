@@ -14,7 +14,7 @@ from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import OF_A_STORE, Outages, refusal
 from idemconsumer.logs import log
 from idemconsumer.ports.requests import Running
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Record
 from idemconsumer.rules.verdicts import Verdict, judge
 from idemconsumer.stores.decided import decided

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from idemconsumer.handlers.arguments import Tx
 from idemconsumer.http.current import GIVES_TX, SyncTx, current_sync_tx, current_tx
 from idemconsumer.http.idempotency import Idempotency
 from idemconsumer.http.openapi import describe
 from idemconsumer.missing import cannot_import
-from idemconsumer.ports.arguments import Tx
 
 try:
     from fastapi import Depends, FastAPI

@@ -25,7 +25,7 @@ from idemconsumer.http.watch import DoorWatch
 from idemconsumer.message import extraction, keys
 from idemconsumer.ports.observer import NullObserver, Observer
 from idemconsumer.ports.requests import LostRequest, RequestStore
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.http import BadKey, parse_key
 from idemconsumer.rules.request_keys import UNNAMED, request_key
 from idemconsumer.rules.routes import Pattern, pattern

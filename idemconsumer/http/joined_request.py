@@ -18,7 +18,7 @@ from idemconsumer.logs import log
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.requests import Running
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.recent import Recent
 from idemconsumer.rules.values import ENDED, Mark, Record, State
 from idemconsumer.stores.claims import PostgresClaims

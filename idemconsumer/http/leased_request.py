@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from idemconsumer.errors import SelfCancelled
+from idemconsumer.handlers.arguments import NotDone, Unknown
 from idemconsumer.http.current import KEY, slot_for
 from idemconsumer.http.exchanged import UNCLAIMED, Answer, CutOff, Open, Response, RunApplication, replay
 from idemconsumer.http.lost import ask
@@ -15,11 +16,10 @@ from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import OUTCOME_UNKNOWN, patience, refusal
 from idemconsumer.logs import log
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.arguments import NotDone, Unknown
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.requests import Held, RequestStore, Running
-from idemconsumer.ports.store import Claim
 from idemconsumer.redaction import error_text, typed_text
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.doubt import Meaning, meaning
 from idemconsumer.rules.http import kept_by_default
 from idemconsumer.rules.values import Record

@@ -6,11 +6,11 @@ import asyncio
 from typing import Final
 
 from idemconsumer.errors import SelfCancelled
+from idemconsumer.handlers.arguments import Done, NotDone, Unknown
 from idemconsumer.http.exchanged import Response
 from idemconsumer.http.policy import Policy
 from idemconsumer.logs import log
 from idemconsumer.message.keys import parts_of
-from idemconsumer.ports.arguments import Done, NotDone, Unknown
 from idemconsumer.ports.requests import Held, LostRequest, RequestStore
 from idemconsumer.user_code.call import without_exit
 from idemconsumer.user_code.cancellation import being_cancelled, ends_this_task, run_mortal

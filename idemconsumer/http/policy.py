@@ -10,13 +10,13 @@ from typing import Any, Final, Literal, TypeAlias, TypedDict
 import msgspec
 
 from idemconsumer.errors import BadMessage, ConfigurationError
+from idemconsumer.handlers.arguments import Done, Duration, NotDone, Unknown
 from idemconsumer.handlers.durations import MAX_RUN, parse_duration
 from idemconsumer.http.exchanged import Headers, Request, Response
 from idemconsumer.message import extraction, keys
 from idemconsumer.message.decoders import is_async, takes
 from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message
-from idemconsumer.ports.arguments import Done, Duration, NotDone, Unknown
 from idemconsumer.ports.requests import LostRequest
 from idemconsumer.rules.http import content_type, host_name, kept_by_default, of_router, streams
 

@@ -314,7 +314,7 @@ class BesideSagas(Protocol):
         """The names of those that the open sessions read, and have been able to read of late."""
 
     def looked(self, found: Mapping[str, float]) -> None:
-        """Tell it what a look at these queues has found, as in `ports.leases.Look`."""
+        """Tell it what a look at these queues has found, as in `stores.leased_saga.DueLook`."""
 
     def held_up(self) -> None:
         """Tell it that a look at these queues has not come back: it is to look itself (L67)."""

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Protocol
 
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Record
 
 

@@ -28,7 +28,6 @@ from idemconsumer.errors import (
 )
 from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules import saga as rules
 from idemconsumer.rules.replay import PATCH, ordered
@@ -47,6 +46,7 @@ from idemconsumer.sagas.step import step_key
 from idemconsumer.sagas.steps import StepFunctions, Steps
 from idemconsumer.sagas.undo import NotUndone, undo_all
 from idemconsumer.sagas.users_saga import UsersSaga
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.user_code.cancellation import from_cancellation, run_isolated, uninterrupted
 
 _LOST: Final = (UnknownEffect.reason, "its worker was lost")

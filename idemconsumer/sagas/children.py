@@ -10,17 +10,17 @@ from typing import Any, get_args
 import msgspec
 
 from idemconsumer.errors import SIGNAL_TIMEOUT, OfTheEngine, Reject, SagaChanged, SagaMisused, SignalTimeout
+from idemconsumer.handlers.arguments import Child, Duration, OnExisting, Tx
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.durations import MAX_DURATION, parse_duration
 from idemconsumer.handlers.handler import BoundHandler, Starter
 from idemconsumer.message import arguments, codecs, keys
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.arguments import Child, Duration, OnExisting, Tx
-from idemconsumer.ports.leased_saga import Kinship, LeasedSaga
 from idemconsumer.rules.saga import CHILD, CONFLICT, EXISTS
 from idemconsumer.rules.values import State, StepKind
 from idemconsumer.rules.verdicts import Verdict
 from idemconsumer.sagas.step import StepSpec, WaitSpec, step_key
+from idemconsumer.stores.leased_saga import Kinship, LeasedSaga
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.open_steps import PostgresStep
 

@@ -12,9 +12,9 @@ from typing import Final
 from idemconsumer.engine.failing import Failing, Function, Subject
 from idemconsumer.errors import OfTheEngine
 from idemconsumer.message.keys import tenant_of
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules import breaker as failing
 from idemconsumer.rules.verdicts import refused
+from idemconsumer.stores.leased_saga import LeasedSaga
 
 _LOOK: Final = 0.02  # seconds
 _SOON: Final = 0.5  # seconds that a saga waits for its turn in its lane if it has failed, or others of its tenant

@@ -15,12 +15,11 @@ from idemconsumer.engine.blame import Telling, describe
 from idemconsumer.engine.dead_letter import dead_letter
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import NotReadNow, Retry
+from idemconsumer.handlers.arguments import Done, NotDone, Unknown
 from idemconsumer.handlers.durations import retry_delay
 from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.arguments import Done, NotDone, Unknown
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.redaction import traceback_text
 from idemconsumer.rules.backoff import MAX_UNSETTLED, Backoff
@@ -36,6 +35,7 @@ from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.sagas.probes import Probes
 from idemconsumer.sagas.step import NONE, StepSpec
 from idemconsumer.sagas.steps import GRACE, At, StepFunctions, checked_answer, left_behind
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.user_code.call import call_in_transaction
 from idemconsumer.user_code.cancellation import run_isolated, run_mortal

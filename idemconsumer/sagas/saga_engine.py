@@ -25,7 +25,6 @@ from idemconsumer.engine.failing import Subject
 from idemconsumer.engine.work import Work, traced
 from idemconsumer.errors import CommitUnknown, Fenced, Interrupted, RunEagerly, SagaCancelled, StoreUnavailable
 from idemconsumer.logs import log
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import NullObserver, Observer, Point, SagaPoint
 from idemconsumer.rules.habits import Habits
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record, State
@@ -35,6 +34,7 @@ from idemconsumer.sagas.probes import Probes
 from idemconsumer.sagas.saga_endings import SagaEndings
 from idemconsumer.sagas.steps import StepFunctions
 from idemconsumer.stores.decided import decided
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.user_code.cancellation import CancellationWatch
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from idemconsumer.errors import BadMessage, Reject, SagaChanged, SagaMisused, SignalTimeout
+from idemconsumer.handlers.arguments import First
 from idemconsumer.message import arguments, codecs
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.arguments import First
 from idemconsumer.rules.backoff import Backoff
 from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.values import StepKind, StepRow
@@ -29,7 +29,7 @@ _NULL: Final = StoredResult(b"null", "application/json")
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """What a `call` step's function is given; see `ports.handler.Step`."""
+    """What a `call` step's function is given; see `handlers.arguments.Step`."""
 
     key: uuid.UUID
     attempt: int

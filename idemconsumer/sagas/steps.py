@@ -18,11 +18,10 @@ from uuid import UUID
 from weakref import WeakKeyDictionary
 
 from idemconsumer.errors import Reject, SagaMisused, UnknownEffect
+from idemconsumer.handlers.arguments import Done, NotDone, Unknown
 from idemconsumer.logs import log
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.arguments import Done, NotDone, Unknown
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.ports.tracing import NO_TRACING, Tracing
 from idemconsumer.rules.habits import Habits
@@ -33,6 +32,7 @@ from idemconsumer.sagas.order import Order
 from idemconsumer.sagas.outputs import Outputs, function_of, resolved
 from idemconsumer.sagas.probes import Probes
 from idemconsumer.sagas.step import FirstSpec, StepCall, StepSpec, WaitSpec, step_key
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.user_code.call import call_in_transaction, call_user_code, without_exit
 from idemconsumer.user_code.cancellation import run_mortal

@@ -7,9 +7,9 @@ from typing import Any, TypeVar, TypeVarTuple
 from weakref import WeakKeyDictionary
 
 from idemconsumer.errors import ConfigurationError, HandlerError, SagaMisused
+from idemconsumer.handlers.arguments import Child, Done, Duration, First, NotDone, OnExisting, Step, Tx, Unknown
 from idemconsumer.handlers.durations import MAX_DURATION, parse_duration
 from idemconsumer.handlers.options import resolve
-from idemconsumer.ports.arguments import Child, Done, Duration, First, NotDone, OnExisting, Step, Tx, Unknown
 from idemconsumer.rules.backoff import Backoff
 from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.saga import wrong_name
@@ -24,7 +24,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class UsersSaga:
-    """See `ports.handler.Saga`."""
+    """See `handlers.arguments.Saga`."""
 
     def __init__(self, run: SagaRun, children: Children, timeout: float) -> None:
         """`timeout`: the handler's, in seconds."""

@@ -101,7 +101,7 @@ class Lending:
         self._spoiled = reason
 
     def check(self, *, look: bool = False) -> None:
-        """See `ports.OpenTransaction`."""
+        """See `user_code.call.OpenTransaction`."""
         ahead = self.connection.ahead
         if ahead.signal is not None:
             raise ahead.signal  # the function swallowed it
@@ -125,7 +125,7 @@ class Lending:
         self._check_given_back()
 
     async def settled(self, *, late: bool) -> None:
-        """See `ports.OpenTransaction`."""
+        """See `user_code.call.OpenTransaction`."""
         connection, ahead = self.connection, self.connection.ahead
         shared = self._unread is not None and ahead.reads > self._unread
         if ahead.on and connection.lock.locked():  # a task of the function waits for the answers, and perhaps for more

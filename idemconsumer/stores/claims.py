@@ -20,15 +20,23 @@ from psycopg.pq.abc import PGresult
 from idemconsumer.errors import CommitUnknown, ConfigurationError, GuardViolated, StoreChanged
 from idemconsumer.logs import log
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.store import Claim, LoggedDeliveries, NewDeadLetter
 from idemconsumer.redaction import error_text
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.habits import Habits
 from idemconsumer.rules.values import Found, Record, State
 from idemconsumer.sql.answering import PATIENCE
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.stores.answers import loaded, outcomes, standing
 from idemconsumer.stores.checkout import Lending
-from idemconsumer.stores.columns import Statement, claimed, columns_of, dead_letter, stored_columns
+from idemconsumer.stores.columns import (
+    LoggedDeliveries,
+    NewDeadLetter,
+    Statement,
+    claimed,
+    columns_of,
+    dead_letter,
+    stored_columns,
+)
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.server import is_durable

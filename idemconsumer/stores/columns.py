@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from idemconsumer.errors import CannotKeep
 from idemconsumer.message.headers import encode_headers
-from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.store import Claim, LoggedDeliveries, NewDeadLetter
+from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.redaction import error_text
+from idemconsumer.rules.claim import Claim
 from idemconsumer.stores.literals import clean, rows_text
 
 T = TypeVar("T")
@@ -23,6 +23,78 @@ Statement = tuple[str, dict[str, Any]]  # of the engine's own: its name, and its
 
 _HEADERS: Final = msgspec.json.Decoder(tuple[tuple[str, str], ...])
 _LONGEST: Final = 20 * 86_400.0  # seconds, whose milliseconds are an integer of the database
+
+
+@dataclass(frozen=True, slots=True)
+class NextAttempt:
+    """The next attempt of a message, `after` seconds from now, from `queue` (D18).
+
+    `attempts` have failed so far; with `error` one more is counted in the same commit. `own_id` is the message's id at
+    its own broker. `row`: id and delivery token of the row of `queue` that it came from, which this one replaces.
+    `letter`: the dead letter that it was redriven from.
+    """
+
+    queue: str
+    message: Message
+    after: float
+    attempts: int
+    max_attempts: int
+    error: str | None = None
+    own_id: str | None = None
+    row: tuple[int, int] | None = None
+    letter: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewDeadLetter:
+    """A message put aside for a person. A second arrival with the same `identity` is counted instead of added, and so
+    is one with `again`, if there is a letter with that `content` (R24).
+
+    `body` and `headers` may be the beginning only; `body_size` and `body_sha256` are of the whole. `delivered` is what
+    else the broker gave (`message.delivered`). `letter`: it was redriven from this one, which is written again (O3).
+    `traceback`: of the exception that `error` describes, if one does.
+    `forward`: where it is sent as well, under an id that begins with the name of the `app` (O19).
+    """
+
+    identity: bytes
+    handler: str
+    scope: str
+    source: str
+    position: str
+    reason: str
+    error: str
+    body: bytes
+    headers: Mapping[str, str | bytes]
+    attempts: int = 0
+    delivered: bytes = b"{}"
+    body_size: int | None = None
+    body_sha256: bytes | None = None
+    content: bytes | None = None
+    again: bytes | None = None
+    letter: int | None = None
+    traceback: str | None = None
+    forward: str | None = None
+    app: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedDeliveries:
+    """A row of the delivery log, of one handler and kept for `keep` seconds (O22): what became of each delivery, the
+    attempt that it was, and when it ended and when it had arrived here, as `time.monotonic` has it.
+
+    One element of `sources`, `outcomes`, `attempts` or `ended` stands for all."""
+
+    keep: float
+    app: str
+    handler: str
+    worker: str
+    keys: Sequence[bytes]
+    sources: Sequence[str]
+    positions: Sequence[str]
+    outcomes: Sequence[str]
+    attempts: Sequence[int]
+    ended: Sequence[float]
+    arrived: Sequence[float]
 
 
 # ------------------------------------------------------------------------------------------------------------ claims

@@ -24,12 +24,12 @@ import psycopg
 from idemconsumer.duty import Duty, joined, within
 from idemconsumer.errors import Fenced, StoreUnavailable
 from idemconsumer.logs import log
-from idemconsumer.ports.leased_saga import Runs
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.lease import MARGIN, may_begin
 from idemconsumer.sql.answering import BlockingConnection
 from idemconsumer.sql.connecting import connect
 from idemconsumer.sql.queries import load
+from idemconsumer.stores.leased_saga import Runs
 from idemconsumer.user_code.place import place
 
 _Connection = BlockingConnection[Any]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.requests import Held, RequestStore, Running
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Record, State
 from idemconsumer.stores.redis.copies import Copies, CopyLook
 

@@ -10,12 +10,12 @@ from idemconsumer.message.delivered import storable_text
 from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.message.origin import Pending, with_origin
-from idemconsumer.ports.store import Claim, LoggedDeliveries, NewDeadLetter, NextAttempt
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Record, State
 from idemconsumer.stores.agreed_hashing import settle_hashing
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.claims import PostgresClaims, transaction
-from idemconsumer.stores.columns import columns_of
+from idemconsumer.stores.columns import LoggedDeliveries, NewDeadLetter, NextAttempt, columns_of
 from idemconsumer.stores.grants import Kind
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.pool import Pool

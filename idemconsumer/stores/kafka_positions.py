@@ -1,24 +1,59 @@
-"""Positions in Kafka's partitions, in Postgres. See `ports.positions`."""
+"""Positions in Kafka's partitions, in Postgres: neither Kafka nor the database gets ahead of the other unnoticed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from idemconsumer.ports.positions import Kept, Place, Reached
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.pool import Pool
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the database knows of a partition: every message from `base` up to `position` is decided in it.
+
+    `history` names the reading that began at `base`; `counter` grows with each write, from one history to the next too.
+    `quiet` is the counter at which its last reader left with nothing in hand. `leader` is an epoch: all that the log
+    has of it and of earlier ones, and that is below `position`, is what was read (K21). None if unknown.
+    """
+
+    history: str
+    base: int
+    counter: int = 0
+    position: int = 0
+    quiet: int | None = None
+    leader: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Up to where a reader has finished, and in which leader's epoch the message before that was written. `left`: it
+    has nothing in hand, and leaves; then this is the counter of its last write."""
+
+    history: str
+    position: int
+    leader: int | None = None
+    left: int | None = None
+
+
+Place = tuple[str, int]  # topic and partition
+
+
 class PostgresPositions:
+    """Every method raises StoreUnavailable when the database is down, and CommitUnknown when an answer was lost."""
+
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
     async def server_started(self) -> datetime:
+        """See `Pool`."""
         return await self._pool.server_started()
 
     async def read(self, cluster: str, group: str, topics: Sequence[str]) -> tuple[datetime, Mapping[Place, Kept]]:
+        """When the server that answers was started, and what it knows."""
         given = {"cluster": cluster, "group": group, "topics": list(topics)}
         rows = await self._pool.alone("kafka_positions", given)
         return rows[0][0], {(topic, partition): Kept(*kept) for _, topic, partition, *kept in rows if topic is not None}
@@ -26,6 +61,8 @@ class PostgresPositions:
     async def begin(
         self, cluster: str, group: str, histories: Mapping[Place, Kept], server: datetime
     ) -> Mapping[Place, int]:
+        """Put on record that these are being read: a history that is there goes on, any other begins at its `base`.
+        Returns their counters; none if the server is another one now, and nothing was written."""
         its = {"histories": "history", "bases": "base", "counters": "counter", "positions": "position"}
         its["leaders"] = "leader"
         return await self._write("begin_kafka_positions", cluster, group, histories, server, its)
@@ -33,6 +70,9 @@ class PostgresPositions:
     async def save(
         self, cluster: str, group: str, positions: Mapping[Place, Reached], server: datetime
     ) -> Mapping[Place, int]:
+        """Save the position in each history; returns their counters. Missing is what has another history by now; all
+        are missing when the server is another one. Who has `left` goes off the record, unless somebody else has
+        written since."""
         its = {"histories": "history", "positions": "position", "leaders": "leader", "left": "left"}
         return await self._write("save_kafka_positions", cluster, group, positions, server, its)
 
@@ -46,11 +86,22 @@ class PostgresPositions:
         return {(topic, partition): counter for topic, partition, counter in await self._pool.alone(name, given)}
 
     async def stop(self, cluster: str, group: str, place: Place, first: int, following: int, error: str) -> bool:
+        """A reader stands before what it cannot read, from `first` up to `following`. Whether a person wants a dead
+        letter in its place."""
         given = _at(cluster, group, place) | {"first": first, "next": following, "error": clean(error)}
         return bool((await self._pool.alone("stop_kafka_partition", given))[0][0])
 
     async def leave(self, cluster: str, group: str, place: Place) -> None:
+        """It could be read after all."""
         await self._pool.alone("leave_kafka_stop", _at(cluster, group, place))
+
+
+@runtime_checkable
+class KeepsPositions(Protocol):
+    """A broker whose sessions compare the positions that it keeps with those of the database."""
+
+    def keep_positions_in(self, positions: PostgresPositions) -> None:
+        """To be called before a session is opened."""
 
 
 def _at(cluster: str, group: str, place: Place) -> dict[str, Any]:

@@ -23,12 +23,12 @@ from idemconsumer.message.delivered import encode_delivered, with_delivered
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.message.origin import parent_of
-from idemconsumer.ports.leased_saga import DueLook, Kinship, LeasedSaga
-from idemconsumer.ports.store import Claim, NewDeadLetter
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.saga import ANY_VERSION, CANCELLED, CONFLICT
 from idemconsumer.rules.values import Found, State, StepKind, StepRow, StepState
 from idemconsumer.stores.claims import PostgresClaims, transaction
-from idemconsumer.stores.columns import Statement, stored_row
+from idemconsumer.stores.columns import NewDeadLetter, Statement, stored_row
+from idemconsumer.stores.leased_saga import DueLook, Kinship, LeasedSaga
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.open_steps import PostgresCompletion, PostgresStep, finished
 from idemconsumer.stores.pool import Pool

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leased_saga import Begun, Kinship, LeasedSaga
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Record, State, StepState
 from idemconsumer.stores.claims import PostgresClaims
 from idemconsumer.stores.columns import claimed
+from idemconsumer.stores.leased_saga import Begun, Kinship, LeasedSaga
 
 
 class PostgresCompletion:

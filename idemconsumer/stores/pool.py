@@ -21,8 +21,8 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from idemconsumer.errors import ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.logs import log
-from idemconsumer.ports.store import Claim
 from idemconsumer.redaction import error_text
+from idemconsumer.rules.claim import Claim
 from idemconsumer.sql.answering import PATIENCE
 from idemconsumer.sql.connecting import OwnCursor, connect_async, nobody_listens
 from idemconsumer.sql.queries import load

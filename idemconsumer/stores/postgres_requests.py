@@ -21,8 +21,8 @@ from idemconsumer.errors import CannotKeep, CommitUnknown, Contention, StoreUnav
 from idemconsumer.message.keys import parts_of
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.requests import Held, LostRequest, Running
-from idemconsumer.ports.store import Claim
 from idemconsumer.redaction import error_text, typed_text
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.doubt import Meaning, meaning
 from idemconsumer.rules.recent import Recent
 from idemconsumer.rules.values import ENDED, Record, State

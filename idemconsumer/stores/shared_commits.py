@@ -17,12 +17,12 @@ from psycopg.pq.abc import PGresult
 
 from idemconsumer.errors import CommitUnknown, Fenced, SagaCancelled, StoreUnavailable
 from idemconsumer.logs import log
-from idemconsumer.ports.leased_saga import LeasedSaga
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Mark, Record
 from idemconsumer.stores.answers import begun as begun_sagas
 from idemconsumer.stores.claims import PostgresClaims, transaction
 from idemconsumer.stores.columns import Statement, claimed
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.together import Together
 

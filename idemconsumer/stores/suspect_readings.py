@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 from psycopg.pq.abc import PGresult
 
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.stores.answers import loaded
 from idemconsumer.stores.pool import Pool, cause_of
 from idemconsumer.stores.session import PoolSession

@@ -13,7 +13,7 @@ from psycopg.pq.abc import PGresult
 from psycopg.rows import class_row, dict_row, scalar_row, tuple_row
 
 from idemconsumer.errors import ConfigurationError, HandlerFault, RunEagerly
-from idemconsumer.ports.arguments import Params, Tx
+from idemconsumer.handlers.arguments import Params, Tx
 from idemconsumer.rules.habits import Habits
 from idemconsumer.stores.ahead import Sent
 from idemconsumer.stores.checkout import Lending

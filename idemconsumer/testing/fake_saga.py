@@ -10,7 +10,7 @@ from uuid import NAMESPACE_OID, UUID, uuid5
 import msgspec
 
 from idemconsumer.errors import SagaMisused, SignalTimeout
-from idemconsumer.ports.arguments import Child, First, Step, Tx
+from idemconsumer.handlers.arguments import Child, First, Step, Tx
 from idemconsumer.testing.fakes import FakeTx
 
 S = TypeVar("S")

@@ -27,8 +27,6 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError, SagaChanged
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leased_saga import LeasedSaga
-from idemconsumer.ports.store import NewDeadLetter
 from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.values import OutcomeKind, State, StepRow, StepState
 from idemconsumer.sagas.attempt import Attempt
@@ -38,6 +36,8 @@ from idemconsumer.sagas.run import Replayed
 from idemconsumer.sagas.saga_endings import SagaEndings, describe_in
 from idemconsumer.sagas.steps import StepFunctions
 from idemconsumer.sagas.undo import plan
+from idemconsumer.stores.columns import NewDeadLetter
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.stores.leases import PostgresLeases
 
 _LONG: Final = 86_400.0  # seconds; what is not begun is waited for, and has no time limit

@@ -26,7 +26,7 @@ from idemconsumer.errors import StoreUnavailable
 from idemconsumer.message.keys import parts_of
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.requests import Held, LostRequest, RequestStore, Running
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Record, State
 
 PATIENCE = 30.0  # seconds; only ends what hangs

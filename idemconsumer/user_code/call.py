@@ -4,18 +4,49 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from idemconsumer import forks
 from idemconsumer.errors import Contention, HandlerFault, IdemConsumerError, OfTheEngine, SelfCancelled
-from idemconsumer.ports.store import OpenTransaction
+from idemconsumer.handlers.arguments import Tx
 from idemconsumer.redaction import typed_text
+from idemconsumer.rules.habits import Habits
 from idemconsumer.user_code.cancellation import EXITS, CancellationWatch, from_cancellation
 from idemconsumer.user_code.time_limit import TimeLimit
 
 T = TypeVar("T")
 R = TypeVar("R")
 E = TypeVar("E", bound=BaseException)
+
+
+class OpenTransaction(Protocol):
+    """An open transaction in which a user's function may run; only the store can seal and commit it."""
+
+    def tx(self, habits: Habits | None = None) -> Tx:
+        """A Tx for one handler. Asking for the next one ends this one.
+
+        With `habits` statements may be sent ahead (J26). Then what the handler calls, and every method here but
+        `diagnose`, may raise RunEagerly."""
+
+    def check(self, *, look: bool = False) -> None:
+        """After each handler: raise HandlerFault if it left the transaction failed or a task of its own at work in it,
+        GuardViolated if it ended it, and StoreUnavailable if the connection is known to be gone. `look`: read what the
+        server has sent unasked."""
+
+    async def restore(self) -> None:
+        """After `check`: undo what the handler may have done to the session beyond this transaction."""
+
+    async def settled(self, *, late: bool) -> None:
+        """The function has failed. Raises RunEagerly if a statement that was sent ahead has failed before that. `late`:
+        its time is over, so what the server still has at work is cancelled, and has failed; and RunEagerly is raised
+        if some of that time went by while it waited for what others had sent."""
+
+    async def waits_for_lock(self) -> bool:
+        """Whether the server says, right now, that a statement of the handler waits for a lock. Asked on another
+        connection, within a second; no answer is no."""
+
+    def diagnose(self, error: Exception) -> Exception:
+        """The real cause of an error that left a handler: StoreUnavailable, Contention, or the handler's own."""
 
 
 class _Question:

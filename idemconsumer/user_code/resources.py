@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.handlers.arguments import Batch, Saga, Tx
 from idemconsumer.logs import log
 from idemconsumer.message.message import Message
-from idemconsumer.ports.arguments import Batch, Saga, Tx
 from idemconsumer.redaction import error_text
 from idemconsumer.user_code.cancellation import CancellationWatch
 

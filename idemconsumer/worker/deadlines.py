@@ -13,12 +13,12 @@ from idemconsumer.duty import Duty
 from idemconsumer.engine import decoding as reading
 from idemconsumer.engine.blame import rejection_of, said
 from idemconsumer.errors import IdemConsumerError, Interrupted, NotReadNow, Retry, StoreChanged, StoreUnavailable
+from idemconsumer.handlers.arguments import Done, NotDone, Unknown
 from idemconsumer.handlers.durations import retry_delay
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.arguments import Done, NotDone, Unknown
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.progress import NOT_IN_TIME, NOT_IN_TIME_STATUS
 from idemconsumer.rules.verdicts import refused

@@ -20,10 +20,10 @@ from idemconsumer.logs import log
 from idemconsumer.message.message import Subscription
 from idemconsumer.message.origin import letter_of, pending_of, restored
 from idemconsumer.ports.broker import Bounds, Broker, Delivery, KnowsLag, KnowsSilence, Lag, Session
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import Observer, Point
 from idemconsumer.rules.session_pause import LONGEST, session_pause
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.user_code.cancellation import end, uninterrupted
 from idemconsumer.worker.intake import Intake
 from idemconsumer.worker.lanes import Lanes

@@ -23,8 +23,8 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message import keys
 from idemconsumer.ports.broker import Delivery
 from idemconsumer.ports.observer import Observer, Point
-from idemconsumer.ports.store import Claim
 from idemconsumer.rules.backoff import backoff
+from idemconsumer.rules.claim import Claim
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.suspect_readings import PostgresReading
 from idemconsumer.worker.outage import Outage

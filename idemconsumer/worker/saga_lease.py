@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from idemconsumer.engine.engine import Engine
-from idemconsumer.ports.leased_saga import Runs
 from idemconsumer.ports.observer import Observer
 from idemconsumer.sagas.saga_engine import LeasedEngine
 from idemconsumer.stores.heartbeat import Heartbeat
+from idemconsumer.stores.leased_saga import Runs
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.pool import Pool
 

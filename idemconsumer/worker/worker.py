@@ -23,9 +23,7 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import BesideSagas, Bounds, Broker, BytesInHand
-from idemconsumer.ports.leased_saga import Runs
 from idemconsumer.ports.observer import NullObserver, Observer
-from idemconsumer.ports.positions import KeepsPositions
 from idemconsumer.ports.tracing import NO_TRACING, Tracing
 from idemconsumer.process.child import DEV, WORKER, leave_as_killed
 from idemconsumer.process.pulse import PULSE
@@ -34,7 +32,8 @@ from idemconsumer.rules.fetching import in_lanes, per_lane
 from idemconsumer.rules.schedules import Schedule
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.kafka_positions import PostgresPositions
+from idemconsumer.stores.kafka_positions import KeepsPositions, PostgresPositions
+from idemconsumer.stores.leased_saga import Runs
 from idemconsumer.stores.lock_waits import LockWaits
 from idemconsumer.user_code.cancellation import end, run_on
 from idemconsumer.user_code.resources import Resources

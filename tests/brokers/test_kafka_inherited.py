@@ -15,7 +15,7 @@ from idemconsumer.brokers.kafka.reading import Partition
 from idemconsumer.brokers.kafka.start import Resume, left_quiet
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch
-from idemconsumer.ports.positions import Kept, Place, Reached
+from idemconsumer.stores.kafka_positions import Kept, Place, Reached
 from tests.support.inside import client_of, commit_now, partitions_of
 from tests.support.kafka import BOUNDS, World, joined, offset_of, take
 from tests.support.logs import LogCapture, entries

@@ -19,8 +19,8 @@ from idemconsumer.brokers.kafka.kafka_broker import KafkaBroker
 from idemconsumer.brokers.kafka.questions import topic_ids
 from idemconsumer.brokers.kafka.start import OffsetMark, Resume, next_counter, resume
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.ports.positions import Kept, Place, Reached
 from idemconsumer.settings import Settings
+from idemconsumer.stores.kafka_positions import Kept, Place, Reached
 from tests.support.inside import client_of, commit_now
 from tests.support.kafka import World, offset_of, partition_of, take
 from tests.support.logs import LogCapture, entries

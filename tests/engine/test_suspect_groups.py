@@ -16,7 +16,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.observer import Point, SagaPoint
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import OutcomeKind
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.inside import waiting_for

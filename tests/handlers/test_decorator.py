@@ -19,13 +19,13 @@ import pytest
 
 from idemconsumer.app.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
+from idemconsumer.handlers.arguments import Batch, Duration, Saga, Tx
 from idemconsumer.handlers.decorator import Handler, idempotent_handler
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message import keys
 from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message, Subscription
-from idemconsumer.ports.arguments import Batch, Duration, Saga, Tx
 from idemconsumer.rules.backoff import Backoff
 from tests.support.waiting import PATIENCE
 

@@ -8,7 +8,7 @@ from itertools import count
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.requests import Held, LostRequest, Running
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Record, State
 
 

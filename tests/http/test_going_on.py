@@ -20,7 +20,7 @@ from idemconsumer.http.policy import compile_route
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.requests import Held, Running
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Record, State
 from tests.http.endpoints import Counting
 from tests.http.fake_requests import FakeRequests

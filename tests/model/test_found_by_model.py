@@ -15,13 +15,13 @@ from idemconsumer import Message, Saga, StoreUnavailable, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown
-from idemconsumer.ports.leased_saga import LeasedSaga
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import OutcomeKind, State, StepRow
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.sagas.saga_engine import LeasedEngine
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.stores.leases import PostgresLeases as LeaseStore
 from tests.support.servers.postgres import migrated
 

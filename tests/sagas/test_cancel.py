@@ -13,8 +13,8 @@ from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State
+from idemconsumer.stores.leased_saga import LeasedSaga
 from tests.support.sagas import (
     SCHEMA,
     Bench,

@@ -10,9 +10,9 @@ import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown, idempotent_handler
 from idemconsumer.errors import CommitUnknown
-from idemconsumer.ports.leased_saga import LeasedSaga
-from idemconsumer.ports.store import NewDeadLetter
 from idemconsumer.rules.values import State
+from idemconsumer.stores.columns import NewDeadLetter
+from idemconsumer.stores.leased_saga import LeasedSaga
 from tests.support.sagas import Bench, Remote, SagaFn, Station, put, saga, take_back
 
 

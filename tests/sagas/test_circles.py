@@ -13,7 +13,7 @@ from idemconsumer import (
     Saga,
 )
 from idemconsumer.message import keys
-from idemconsumer.ports.leased_saga import Kinship
+from idemconsumer.stores.leased_saga import Kinship
 from idemconsumer.stores.open_steps import PostgresStep
 from tests.support.families import (
     RIDE,

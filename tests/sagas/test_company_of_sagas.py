@@ -13,10 +13,10 @@ from idemconsumer import Outcome, OutcomeKind, Saga, Step, Tx
 from idemconsumer.engine.company import Company
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.values import State
 from idemconsumer.rules.verdicts import Settlement, settle
+from idemconsumer.stores.leased_saga import LeasedSaga
 from tests.support.inside import set_longest, set_patience, waiting_for
 from tests.support.points import Points
 from tests.support.sagas import Bench, FreeLanes, Station, due_sagas, lost, order, put, saga

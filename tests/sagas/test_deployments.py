@@ -17,11 +17,11 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message import keys
-from idemconsumer.ports.leased_saga import LeasedSaga, Runs
 from idemconsumer.ports.observer import NullObserver
 from idemconsumer.rules.values import State
 from idemconsumer.settings import load as load_settings
 from idemconsumer.stores.heartbeat import Heartbeat
+from idemconsumer.stores.leased_saga import LeasedSaga, Runs
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.worker.saga_lease import SagaLease
 from tests.support.inside import register

@@ -13,8 +13,8 @@ from idemconsumer.engine.dead_letter import dead_letter
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State, StepKind, StepState
+from idemconsumer.stores.leased_saga import LeasedSaga
 from tests.support.sagas import Bench, OpenStation, Remote, Station, locked, order, put, saga
 from tests.support.waiting import until
 

@@ -22,9 +22,9 @@ from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
-from idemconsumer.ports.leased_saga import DueLook, LeasedSaga
 from idemconsumer.settings import Settings
 from idemconsumer.sql.connecting import OwnCursor
+from idemconsumer.stores.leased_saga import DueLook, LeasedSaga
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.worker.worker import Worker
 from tests.support.inside import lanes_of

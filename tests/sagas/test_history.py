@@ -15,8 +15,8 @@ from idemconsumer.admin.timeline import timeline
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, Fenced
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.worker.retention import prune_once
 from tests.support.sagas import SCHEMA, Bench, Remote, SagaFn, Station, order, put, saga, take_back
 

@@ -10,9 +10,9 @@ import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State
 from idemconsumer.sagas.run import SagaRun
+from idemconsumer.stores.leased_saga import LeasedSaga
 from tests.sagas.swallowers import SWALLOWERS, Boom, Swallower, explode, hang
 from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
 from tests.support.waiting import until

@@ -20,12 +20,12 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import Fenced
 from idemconsumer.handlers.handler import BoundHandler
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import NullObserver
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import State
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.worker.saga_lease import SagaLease
 from tests.sagas import holding_saga, standing_saga
 from tests.support import forked

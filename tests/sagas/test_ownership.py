@@ -16,9 +16,9 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.ports.broker import Delivery, Epoch, Session
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import NullObserver
 from idemconsumer.settings import Settings
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.worker.in_flight import InHand
 from idemconsumer.worker.lanes import Lanes
 from tests.support.sagas import Bench, FreeLanes, Station, due_sagas, order, put, saga

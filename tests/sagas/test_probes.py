@@ -9,10 +9,10 @@ import pytest
 from idemconsumer.engine.failing import Failing, Subject
 from idemconsumer.message.keys import scope_name
 from idemconsumer.message.message import Message
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.breaker import IN_A_ROW
 from idemconsumer.rules.values import State
 from idemconsumer.sagas.probes import NotCalled, Probes
+from idemconsumer.stores.leased_saga import LeasedSaga
 from tests.support.tuning import tuned
 
 

@@ -15,9 +15,9 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings
+from idemconsumer.stores.leased_saga import LeasedSaga
 from tests.support.collisions import a_lock_is_taken, collide
 from tests.support.sagas import Bench, FreeLanes, Station, due_sagas, lost, order, put, saga, take_back
 

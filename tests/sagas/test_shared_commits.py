@@ -20,12 +20,12 @@ from idemconsumer import OutcomeKind, Saga, Step, StoreUnavailable
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, Fenced
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leased_saga import LeasedSaga
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Mark, Record, State, StepKind, StepState
 from idemconsumer.sql.queries import load
 from idemconsumer.stores import shared_commits
 from idemconsumer.stores.claims import PostgresClaims, transaction
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.sharing import OTHERS
 from tests.support.inside import held_by_party, spare

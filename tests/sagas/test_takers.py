@@ -14,8 +14,8 @@ from idemconsumer import OutcomeKind, Saga
 from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.sql.queries import load
+from idemconsumer.stores.leased_saga import LeasedSaga
 from tests.support.sagas import SCHEMA, Bench, OpenStation, Station, order, put, saga
 from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database

@@ -11,9 +11,9 @@ import pytest
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown
 from idemconsumer.engine.work import Work
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import SagaPoint
 from idemconsumer.rules.values import State, StepKind, StepState
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.stores.leases import _step
 from idemconsumer.stores.shared_commits import BEGIN_STEPS, Write, send
 from tests.support.clock import forward

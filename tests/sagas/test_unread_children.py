@@ -14,9 +14,9 @@ from idemconsumer import (
 from idemconsumer.engine.dead_letter import dead_letter
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import BadMessage
-from idemconsumer.ports.store import NewDeadLetter
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings
+from idemconsumer.stores.columns import NewDeadLetter
 from tests.support.families import (
     CLAIM_LOCK,
     RIDE,

@@ -16,10 +16,10 @@ from idemconsumer.engine.work import Work
 from idemconsumer.message import keys
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State
 from idemconsumer.sagas.run import SagaInterrupted
 from idemconsumer.settings import Settings
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.worker.retention import prune_once
 from tests.support.inside import sagas_in_hand
 from tests.support.sagas import SCHEMA, Bench, Remote, Station, locked, put, saga, take_back

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from idemconsumer.errors import Fenced
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import State, StepKind, StepState
+from idemconsumer.stores.leased_saga import LeasedSaga
 from tests.stores.lease_harness import (
     APP,
     HANDLER,

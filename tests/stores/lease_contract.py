@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leased_saga import LeasedSaga
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Mark, Record, State
+from idemconsumer.stores.leased_saga import LeasedSaga
 from tests.stores.fence_contract import FenceContract
 from tests.stores.lease_harness import (
     APP,

@@ -10,12 +10,12 @@ from typing import Protocol
 
 import pytest
 
+from idemconsumer.handlers.arguments import Tx
 from idemconsumer.message.message import Message, StoredResult
-from idemconsumer.ports.arguments import Tx
-from idemconsumer.ports.leased_saga import LeasedSaga
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Record, StepKind, StepRow, StepState
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.stores.leases import PostgresLeases as LeaseStore
 from tests.stores.store_contract import claim_of
 

@@ -9,8 +9,8 @@ import pytest
 
 from idemconsumer.errors import CommitUnknown, Contention, Fenced, HandlerFault, StoreUnavailable
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.rules.values import Record, State, StepKind, StepRow, StepState
+from idemconsumer.stores.leased_saga import LeasedSaga
 from tests.stores.lease_harness import (
     OUTPUT,
     PATIENCE,

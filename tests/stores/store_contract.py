@@ -14,10 +14,11 @@ from typing import Protocol
 import pytest
 
 from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, HandlerFault, StoreUnavailable
+from idemconsumer.handlers.arguments import Tx
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.arguments import Tx
-from idemconsumer.ports.store import Claim, NewDeadLetter
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Mark, Record, State
+from idemconsumer.stores.columns import NewDeadLetter
 from idemconsumer.stores.joined import PostgresStore
 
 PATIENCE = 10.0  # seconds allowed for anything that must not wait for a rival

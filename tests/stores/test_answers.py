@@ -12,8 +12,8 @@ from psycopg.adapt import AdaptersMap, Loader
 from psycopg.rows import dict_row
 
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
+from idemconsumer.handlers.arguments import Tx
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.arguments import Tx
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.answers import begun, outcomes
 from idemconsumer.stores.joined import PostgresStore

@@ -8,7 +8,7 @@ from typing import Final
 import psycopg
 from msgspec.structs import replace
 
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import Ledger, OpenStore

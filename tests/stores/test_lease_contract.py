@@ -7,7 +7,7 @@ from contextlib import suppress
 import psycopg
 import pytest
 
-from idemconsumer.ports.arguments import Tx
+from idemconsumer.handlers.arguments import Tx
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
 from tests.support.ledger import SCHEMA, Ledger

@@ -12,7 +12,7 @@ import pytest
 from psycopg import sql
 
 from idemconsumer.admin.dead_letters import Which
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.columns import claimed
 from idemconsumer.stores.joined import PostgresStore

@@ -16,7 +16,7 @@ from psycopg.conninfo import make_conninfo
 from idemconsumer import Saga, Tx, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import OutcomeKind
 from idemconsumer.sql.connecting import connect, connect_async
 from idemconsumer.stores.checks import check_database

@@ -11,8 +11,8 @@ import pytest
 
 from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import ConfigurationError, StoreChanged, StoreUnavailable
+from idemconsumer.handlers.arguments import Tx
 from idemconsumer.handlers.decorator import Handler, idempotent_handler
-from idemconsumer.ports.arguments import Tx
 from idemconsumer.sql.queries import NUMBERED
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.joined import PostgresStore

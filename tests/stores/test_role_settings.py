@@ -15,8 +15,8 @@ from psycopg.conninfo import make_conninfo
 
 from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.handlers.arguments import Tx
 from idemconsumer.handlers.decorator import idempotent_handler
-from idemconsumer.ports.arguments import Tx
 from idemconsumer.sql.connecting import connect, connect_async
 from idemconsumer.stores import grants
 from idemconsumer.stores.checks import check_database

@@ -9,11 +9,11 @@ import psycopg
 import pytest
 
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.ports.leased_saga import LeasedSaga
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Mark
 from idemconsumer.stores.columns import claimed
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.signals import Signal
 from idemconsumer.worker.retention import prune_once

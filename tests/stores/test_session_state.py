@@ -13,7 +13,7 @@ import pytest
 from idemconsumer import Tx, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import Contention, Interrupted, StoreUnavailable
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.statements import Effect, special

@@ -14,9 +14,9 @@ from psycopg.conninfo import make_conninfo
 
 from idemconsumer.brokers.postgres_broker import PostgresBroker
 from idemconsumer.errors import ConfigurationError, GuardViolated, StoreUnavailable
+from idemconsumer.handlers.arguments import Tx
 from idemconsumer.message.message import Message, StoredResult, Subscription
 from idemconsumer.message.origin import restored
-from idemconsumer.ports.arguments import Tx
 from idemconsumer.ports.broker import Bounds
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.settings import Settings

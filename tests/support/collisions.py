@@ -8,7 +8,7 @@ from typing import Final
 
 import psycopg
 
-from idemconsumer.ports.arguments import Tx
+from idemconsumer.handlers.arguments import Tx
 
 _TAKEN: Final = 4711  # an advisory lock
 

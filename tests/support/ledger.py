@@ -10,10 +10,10 @@ import psycopg
 
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
+from idemconsumer.handlers.arguments import Tx
 from idemconsumer.handlers.decorator import Handler, idempotent_handler
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Message
-from idemconsumer.ports.arguments import Tx
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.servers.postgres import emptied, migrated

@@ -11,13 +11,12 @@ from typing import Any
 import psycopg
 
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.ports.positions import Kept, Place, Reached
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.kafka_positions import PostgresPositions
+from idemconsumer.stores.kafka_positions import Kept, Place, PostgresPositions, Reached
 
 
 @dataclass
-class Database:
+class Database(PostgresPositions):
     """Positions as a worker keeps them, some of whose answers a test changes."""
 
     dsn: str

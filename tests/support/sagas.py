@@ -19,16 +19,16 @@ from idemconsumer import Message, Outcome, OutcomeKind, Tx, idempotent_handler
 from idemconsumer.brokers.due_sagas import DueSagas, DueSagasSession
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
+from idemconsumer.handlers.arguments import Saga, Step
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.handlers.options import Options
 from idemconsumer.message.message import Subscription
-from idemconsumer.ports.arguments import Saga, Step
 from idemconsumer.ports.broker import Bounds
-from idemconsumer.ports.leased_saga import LeasedSaga
 from idemconsumer.ports.observer import Observer
 from idemconsumer.rules.values import State
 from idemconsumer.sagas.saga_engine import LeasedEngine
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.stores.leases import PostgresLeases
 from tests.support.servers.postgres import emptied, migrated
 from tests.support.waiting import until

@@ -12,7 +12,7 @@ import pytest
 from idemconsumer import App, ConfigurationError, Message, Reject, Saga, StoreUnavailable, Tx
 from idemconsumer.admin.stored_keys import KeyDetail, Keys
 from idemconsumer.ports.observer import Point
-from idemconsumer.ports.store import LoggedDeliveries
+from idemconsumer.stores.columns import LoggedDeliveries
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.retention import prune_once
 from tests.support.logs import LogCapture, times

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from idemconsumer import App, Saga, Tx
-from idemconsumer.ports.leased_saga import DueLook
+from idemconsumer.stores.leased_saga import DueLook
 from idemconsumer.stores.leases import PostgresLeases
 from tests.support.tuning import tuned
 from tests.support.workers import Bench, Item, note

@@ -21,7 +21,7 @@ from idemconsumer.handlers.decorator import Handler
 from idemconsumer.message import keys
 from idemconsumer.ports.broker import Delivery, Epoch
 from idemconsumer.ports.observer import NullObserver, Point
-from idemconsumer.ports.store import Claim
+from idemconsumer.rules.claim import Claim
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.suspect_readings import PostgresReading
 from idemconsumer.worker.intake import Intake, Read

@@ -10,7 +10,7 @@ import pytest
 from idemconsumer import App, ConfigurationError, Saga, Tx
 from idemconsumer.brokers.postgres_session import PostgresSession
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.ports.leased_saga import DueLook
+from idemconsumer.stores.leased_saga import DueLook
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.pool import Pool
 from tests.support.inside import give_settings, lanes_if_any

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from idemconsumer import App, Backoff, Batch, Message, Reject, Retry, Tx
 from idemconsumer.cli.inspect import findings
 from idemconsumer.errors import CommitUnknown
-from idemconsumer.ports.arguments import Duration
+from idemconsumer.handlers.arguments import Duration
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.values import OutcomeKind, State

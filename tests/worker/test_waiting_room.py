@@ -15,8 +15,9 @@ from idemconsumer.errors import Contention
 from idemconsumer.message.keys import digest
 from idemconsumer.ports.broker import Delivery
 from idemconsumer.ports.observer import Point
-from idemconsumer.ports.store import Claim, NewDeadLetter
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Record
+from idemconsumer.stores.columns import NewDeadLetter
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.inside import in_flight, in_memory, lanes_of, nothing_in_flight, waiting_room
 from tests.support.logs import LogCapture, times

@@ -33,8 +33,8 @@ from idemconsumer.logs import log
 from idemconsumer.message.message import Subscription
 from idemconsumer.message.sources import is_pattern
 from idemconsumer.ports.broker import Bounds, Finding, Outgoing, Reply, Unsent
-from idemconsumer.ports.positions import Positions
 from idemconsumer.settings import Settings
+from idemconsumer.stores.kafka_positions import PostgresPositions
 
 OPEN_TIMEOUT = 15.0
 CHECK_TIMEOUT = 10.0
@@ -63,14 +63,14 @@ class KafkaBroker:
         plain = not self._connection["security_protocol"].endswith("SSL")
         self._exposed = plain and not all(map(is_local, kafka_hosts(settings.kafka)))
         self._publisher = Publisher(self._connection, largest_record(settings.max_message_bytes))
-        self._positions: Positions | None = None
+        self._positions: PostgresPositions | None = None
         self._seats: dict[str, Seat] = {}
         silence("aiokafka")
 
     def feed(self, subscription: Subscription) -> str:
         return f"kafka:{subscription.group}"
 
-    def keep_positions_in(self, positions: Positions) -> None:
+    def keep_positions_in(self, positions: PostgresPositions) -> None:
         self._positions = positions
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> KafkaSession:

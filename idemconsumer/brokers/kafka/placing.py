@@ -3,11 +3,11 @@
 The client is told to reset nothing by itself: it would step over what retention has deleted, or begin anew in a log
 that was made anew, and say nothing.
 
-With a database (`Positions`), each offset is written there before it is committed to Kafka, together with the name of
-that row. So after a failover to an asynchronous standby, or a restore, it shows that Kafka is ahead. What was finished
-since the last such write shows by the time at which the server was started: on another server nothing is written, and
-everything is placed anew. The row also says that a partition is being read, until its reader leaves with nothing in
-hand: who finds it so has to expect a message that killed its reader.
+With a database (`PostgresPositions`), each offset is written there before it is committed to Kafka, together with the
+name of that row. So after a failover to an asynchronous standby, or a restore, it shows that Kafka is ahead. What was
+finished since the last such write shows by the time at which the server was started: on another server nothing is
+written, and everything is placed anew. The row also says that a partition is being read, until its reader leaves with
+nothing in hand: who finds it so has to expect a message that killed its reader.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from idemconsumer.brokers.kafka.start import (
     topic_of,
 )
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.ports.positions import Kept, Place, Positions, Reached
 from idemconsumer.redaction import error_text
+from idemconsumer.stores.kafka_positions import Kept, Place, PostgresPositions, Reached
 from idemconsumer.user_code.cancellation import end, retrieve
 
 _DELETED: Final = "Kafka deleted them before the group read them: keep messages longer (retention.ms), or add workers"
@@ -77,7 +77,7 @@ class Placing:
     believed."""
 
     def __init__(
-        self, consumer: AIOKafkaConsumer, group: str, *, reset: str, positions: Positions | None, log: Any
+        self, consumer: AIOKafkaConsumer, group: str, *, reset: str, positions: PostgresPositions | None, log: Any
     ) -> None:
         self._consumer = consumer
         self._group = group
@@ -214,7 +214,7 @@ class Placing:
 
     # ------------------------------------------------------------------------------------------------------ asking
     async def _read(
-        self, positions: Positions, partitions: Sequence[TopicPartition]
+        self, positions: PostgresPositions, partitions: Sequence[TopicPartition]
     ) -> tuple[datetime, Mapping[Place, Kept]]:
         if self._cluster is None:
             self._cluster = await cluster_of(self._consumer._client)
@@ -262,7 +262,7 @@ class Placing:
 
     async def _begin(
         self,
-        positions: Positions,
+        positions: PostgresPositions,
         found: Mapping[TopicPartition, _Found],
         known: Mapping[Place, Kept],
         ids: Mapping[str, str],

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from idemconsumer.ports.positions import Kept
+from idemconsumer.stores.kafka_positions import Kept
 
 _MARK: Final = re.compile(r"idemconsumer:(\w+):(\d+):(\d+)")
 

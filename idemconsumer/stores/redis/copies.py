@@ -15,8 +15,8 @@ from typing import Any, Final
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.ports.requests import Running
-from idemconsumer.ports.store import Claim
 from idemconsumer.redaction import error_text
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Record, State
 from idemconsumer.rules.verdicts import Verdict
 from idemconsumer.stores.redis.redis_client import Redises

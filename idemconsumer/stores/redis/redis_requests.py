@@ -23,8 +23,8 @@ from idemconsumer.logs import log
 from idemconsumer.message.keys import parts_of
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.requests import Held, LostRequest, Running
-from idemconsumer.ports.store import Claim
 from idemconsumer.redaction import error_text
+from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Record, State
 from idemconsumer.stores.redis.keeping import Keeper, now
 from idemconsumer.stores.redis.redis_checks import Fitness

@@ -16,13 +16,13 @@ from idemconsumer.app.app import App
 from idemconsumer.brokers.adapters import destination as split_destination
 from idemconsumer.brokers.sendable import check_sendable
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.handlers.arguments import Duration
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.message import codecs
 from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import NO_PROPERTIES, Message
 from idemconsumer.message.sources import consumes, split_source
-from idemconsumer.ports.arguments import Duration
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.rules.values import Outcome
 from idemconsumer.testing.kit import clock

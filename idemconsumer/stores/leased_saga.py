@@ -1,11 +1,10 @@
-"""Sagas as their store gives them out, and what the source of due sagas needs of it."""
+"""Sagas as their store gives them out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -77,15 +76,3 @@ class Begun(NamedTuple):
     found: list[Record]
     owner: bytes
     is_new: bool
-
-
-class LeaseStore(Protocol):
-    """See `stores.leases.PostgresLeases`, of which this is what brokers need: they know no store."""
-
-    async def look(self, app: str, handlers: Sequence[str], queues: Sequence[str] = ()) -> DueLook: ...
-
-    async def take(
-        self, app: str, handlers: Sequence[str], limit: int, *, unheld: Sequence[tuple[bytes, int]] = ()
-    ) -> list[LeasedSaga]: ...
-
-    async def release(self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool) -> None: ...
