@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from idemconsumer.admin.sender import Row, Statements
+from idemconsumer.admin.sender import NamedRow, Statements
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import keys
 from idemconsumer.ports.broker import Lag
@@ -78,11 +78,11 @@ class Controls:
             if app in (None, line.app)
         ]
 
-    async def paused(self, app: str | None = None) -> list[Row]:
+    async def paused(self, app: str | None = None) -> list[NamedRow]:
         """Handlers that are paused: `paused_handlers` in `sql/control.sql`."""
         return await self._sql.rows("paused_handlers", app=app)
 
-    async def audit(self, limit: int = 50) -> list[Row]:
+    async def audit(self, limit: int = 50) -> list[NamedRow]:
         """What somebody decided, the newest first: `audit` in `sql/control.sql`."""
         return await self._sql.rows("audit", limit=limit)
 

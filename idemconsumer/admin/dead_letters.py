@@ -10,7 +10,7 @@ import msgspec
 
 from idemconsumer.admin.audit import Trace, counted
 from idemconsumer.admin.hints import hint
-from idemconsumer.admin.sender import PATIENCE, Row, Statements
+from idemconsumer.admin.sender import PATIENCE, NamedRow, Statements
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import keys
 from idemconsumer.message.delivered import with_delivered
@@ -131,7 +131,7 @@ class Admin:
         self._sql = Statements(dsn, schema)
         self._slow = Statements(dsn, schema, patience=PATIENCE)
 
-    async def dead_letters(self, which: Which = ALL, *, before: int | None = None, limit: int = 50) -> list[Row]:
+    async def dead_letters(self, which: Which = ALL, *, before: int | None = None, limit: int = 50) -> list[NamedRow]:
         """Newest first, at most `limit`; of those with lower ids than `before`, if that is given. What a list shows of
         a `DeadLetterDetail`."""
         return await self._sql.rows("dead_list", **which.params, before=before, limit=limit)
@@ -150,12 +150,12 @@ class Admin:
                 for row in page:
                     yield _detail(row)
 
-    async def causes(self, which: Which = ALL, *, by_tenant: bool = False) -> list[Row]:
+    async def causes(self, which: Which = ALL, *, by_tenant: bool = False) -> list[NamedRow]:
         """The most frequent first, of each app and tenant if that is asked for: `dead_groups` in `sql/admin.sql`."""
         found = []
         for row in await self._slow.rows("dead_groups", **which.params, by_tenant=by_tenant):
             app, tenant = (None, None) if (scope := row.pop("scope")) is None else keys.parts_of(scope)[:2]
-            found.append(Row(row, app=app, tenant=tenant))
+            found.append(NamedRow(row, app=app, tenant=tenant))
         return found
 
     async def redrives(self, letter: DeadLetterDetail) -> list[Redrive]:
@@ -205,11 +205,11 @@ class Admin:
                 progress(len(gone))
         return discarded
 
-    async def delayed(self) -> list[Row]:
+    async def delayed(self) -> list[NamedRow]:
         """By queue: `delayed` in `sql/admin.sql`."""
         return await self._sql.rows("delayed")
 
-    async def unforwarded(self, app: str) -> list[Row]:
+    async def unforwarded(self, app: str) -> list[NamedRow]:
         """By handler: `unforwarded` in `sql/admin.sql`."""
         return await self._sql.rows("unforwarded", app=app)
 

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from idemconsumer.admin.sender import Row, Statements
+from idemconsumer.admin.sender import NamedRow, Statements
 from idemconsumer.message import keys
 from idemconsumer.rules.saga import ANY_VERSION
 
@@ -95,7 +95,7 @@ def _problem(group: WaitingSagas, app: str, sagas: Sagas, *, served: bool) -> st
     )
 
 
-async def find_unawaited(dsn: str, schema: str, app: str, sagas: Sagas) -> list[Row]:
+async def find_unawaited(dsn: str, schema: str, app: str, sagas: Sagas) -> list[NamedRow]:
     """Of each name and handler, with its app: how many `signals` there are, `begun` of them for sagas that have begun,
     the first since `first_at`; what to say of them, `text`, and whether something is `wrong`. `sagas` as in
     `find_orphans`, which raises the same."""
@@ -109,7 +109,7 @@ async def find_unawaited(dsn: str, schema: str, app: str, sagas: Sagas) -> list[
             names = await send("awaited_names", handler=handler)
             text, wrong = _said(of, handler, row["name"], known, [each["name"] for each in names], row["begun"])
             if text:
-                found.append(Row(row, app=of, handler=handler, text=text, wrong=wrong))
+                found.append(NamedRow(row, app=of, handler=handler, text=text, wrong=wrong))
     return found
 
 

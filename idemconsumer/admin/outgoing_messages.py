@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from idemconsumer.admin.audit import Trace, counted
-from idemconsumer.admin.sender import PATIENCE, Row, Statements
+from idemconsumer.admin.sender import PATIENCE, NamedRow, Statements
 from idemconsumer.message.headers import decode_headers
 
 
@@ -36,14 +36,14 @@ class Outbox:
     def __init__(self, dsn: str, schema: str) -> None:
         self._sql = Statements(dsn, schema, patience=PATIENCE)
 
-    async def messages(self, which: OutgoingChoice, *, after: int = 0, limit: int = 50) -> list[Row]:
+    async def messages(self, which: OutgoingChoice, *, after: int = 0, limit: int = 50) -> list[NamedRow]:
         """Oldest first, behind the id `after`: `list_outgoing` in `sql/outbox.sql`."""
         return await self._sql.rows("list_outgoing", **which.params, after=after, limit=limit)
 
-    async def message(self, id: int) -> Row | None:
+    async def message(self, id: int) -> NamedRow | None:
         """One in full, with its headers and its body. None: there is none; perhaps it has been sent."""
         for row in await self._sql.rows("show_outgoing", id=id):
-            return Row(row, headers=decode_headers(row.headers))
+            return NamedRow(row, headers=decode_headers(row.headers))
         return None
 
     async def count(self, which: OutgoingChoice) -> int:

@@ -17,7 +17,7 @@ import msgspec
 
 from idemconsumer.admin.audit import Trace
 from idemconsumer.admin.dead_letters import Which
-from idemconsumer.admin.sender import PATIENCE, Row, Sender, Statements
+from idemconsumer.admin.sender import PATIENCE, NamedRow, Sender, Statements
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import keys
 from idemconsumer.message.delivered import with_delivered
@@ -95,7 +95,7 @@ class Redrives:
                 if rate is not None and not dry_run:
                     await asyncio.sleep(max(0.0, began + done / rate - time.monotonic()))
 
-    async def runs(self, limit: int = 50) -> list[Row]:
+    async def runs(self, limit: int = 50) -> list[NamedRow]:
         """The newest first, whoever began them: `redrive_runs` in `sql/admin.sql`."""
         return await self._sql.rows("redrive_runs", limit=limit)
 

@@ -15,7 +15,7 @@ from idemconsumer.admin.audit import Trace, note_saga
 from idemconsumer.admin.dead_letters import Admin, only, unknown_handler
 from idemconsumer.admin.decisions import Cancellation, Deciding, decide, request_cancel, set_free
 from idemconsumer.admin.saga_views import SagaDetail, readable, step_line, word_of
-from idemconsumer.admin.sender import Row, Statements, readers
+from idemconsumer.admin.sender import NamedRow, Statements, readers
 from idemconsumer.admin.timeline import timeline
 from idemconsumer.errors import ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.handlers.arguments import Done, NotDone
@@ -53,7 +53,7 @@ class SagaAdmin:
         state: Literal["processing", "undoing", "dead"] | None = None,
         stale: bool = False,
         limit: int = 50,
-    ) -> list[Row]:
+    ) -> list[NamedRow]:
         """Sagas that have not ended, newest first, at most `limit`."""
         given = {"key": None, "handler": handler, "state": state, "stale": stale, "limit": limit}
         return await self._sql.rows("saga_list", **given)

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import msgspec
 
-from idemconsumer.admin.sender import Row
+from idemconsumer.admin.sender import NamedRow
 from idemconsumer.admin.timeline import Event, waiting
 from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.values import State, StepKind, StepState
@@ -25,9 +25,9 @@ class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
     changed_at: datetime
     parent: str | None
     result: str | None
-    running: Row | None
-    steps: list[Row]
-    signals: Sequence[Row]
+    running: NamedRow | None
+    steps: list[NamedRow]
+    signals: Sequence[NamedRow]
     timeline: list[Event]
 
     @property
@@ -36,7 +36,7 @@ class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
         return [step.name for step in self.steps if step.state == "intent"]
 
 
-def step_line(scope: str, key: bytes, row: Row) -> Row:
+def step_line(scope: str, key: bytes, row: NamedRow) -> NamedRow:
     """A recorded step. `token` is the fence token of the owner that last wrote it; `attempts` includes those of its
     undo; `seconds` is the time from its first start to its end, `undo_seconds` the same for its undo. `key` is what a
     call gives its remote, and `undo_key` what its undo does; None for steps in a transaction.
@@ -46,7 +46,7 @@ def step_line(scope: str, key: bytes, row: Row) -> Row:
     """
     kind = StepKind(row.kind)
     keys = [str(step_key(scope, key, row.name, undo=undo)) if kind is StepKind.CALL else None for undo in (False, True)]
-    return Row(
+    return NamedRow(
         name=row.name,
         kind=word_of(kind),
         key=keys[0],
@@ -138,6 +138,6 @@ def status(detail: SagaDetail) -> SagaStatus:
     )
 
 
-def _recovery_point(steps: list[Row]) -> str | None:
+def _recovery_point(steps: list[NamedRow]) -> str | None:
     finished = [(each.finished_at, each.name) for each in steps if each.finished_at and not each.name.startswith(PATCH)]
     return max(finished)[1] if finished else None

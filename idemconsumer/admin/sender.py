@@ -20,7 +20,7 @@ _CONNECT_SECONDS = 10
 PATIENCE: Final = 600.0  # seconds: what reads all letters may have a million to read
 
 
-class Row(dict[str, Any]):
+class NamedRow(dict[str, Any]):
     """What a statement has found: its columns by name, as items and as attributes. Encoded it is an object of JSON.
 
     What they mean is said where the statement is, in `sql`.
@@ -33,7 +33,7 @@ class Row(dict[str, Any]):
             raise AttributeError(column) from None
 
 
-Connection: TypeAlias = AnsweringConnection[Row]
+Connection: TypeAlias = AnsweringConnection[NamedRow]
 T = TypeVar("T")
 Readers: TypeAlias = Publishers[Connection]
 
@@ -45,11 +45,11 @@ class Sender:
         self.connection = connection
         self._queries = queries
 
-    async def __call__(self, statement: str, /, **given: Any) -> list[Row]:
+    async def __call__(self, statement: str, /, **given: Any) -> list[NamedRow]:
         cursor = await self.execute(statement, **given)
         return await cursor.fetchall() if cursor.description else []
 
-    async def execute(self, statement: str, /, **given: Any) -> psycopg.AsyncCursor[Row]:
+    async def execute(self, statement: str, /, **given: Any) -> psycopg.AsyncCursor[NamedRow]:
         """For who wants to know how many rows it has changed."""
         return await self.connection.execute(self._queries[statement], given)
 
@@ -65,7 +65,7 @@ class Statements:
         self._patience = patience
         self._shared = shared
 
-    async def rows(self, statement: str, /, **given: Any) -> list[Row]:
+    async def rows(self, statement: str, /, **given: Any) -> list[NamedRow]:
         """In no transaction, since a standby begins none that may write."""
         async with self.sending() as send:
             return await send(statement, **given)
@@ -101,5 +101,5 @@ def readers(dsn: str, patience: float | None = None) -> Readers:
     """For any number of callers (L57)."""
     # The limit of the role is meant for workers, and for their handlers.
     settings = {} if patience is None else {"statement_timeout": f"{patience:g}s"}
-    rows = kwargs_row(Row)
+    rows = kwargs_row(NamedRow)
     return Publishers(lambda: connect_async(dsn, settings, row_factory=rows, connect_timeout=_CONNECT_SECONDS))

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import msgspec
 
 from idemconsumer.admin.control import Controls, Name, WorkerLine
-from idemconsumer.admin.sender import Row, Statements
+from idemconsumer.admin.sender import NamedRow, Statements
 from idemconsumer.message import keys
 from idemconsumer.ports.broker import Lag
 from idemconsumer.rules.held_up import Condition, HeldUp, paused, together
@@ -34,7 +34,7 @@ class HandlerLine(msgspec.Struct, frozen=True, kw_only=True):
     lanes: int
     running: int
     outcomes: dict[str, int]
-    paused: Row | None = None
+    paused: NamedRow | None = None
     obeyed: int = 0
     conditions: list[Condition] = []
 
@@ -50,13 +50,13 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     at: datetime
     handlers: list[HandlerLine]
-    queues: list[Row]
-    sagas: list[Row]
-    letters: list[Row]
+    queues: list[NamedRow]
+    sagas: list[NamedRow]
+    letters: list[NamedRow]
     workers: list[WorkerLine]
     most: int
-    outbox: list[Row] = []
-    requests: list[Row] = []
+    outbox: list[NamedRow] = []
+    requests: list[NamedRow] = []
 
 
 async def status(dsn: str, schema: str, app: str | None = None, *, most: int | None = None) -> Status:
@@ -77,18 +77,18 @@ async def status(dsn: str, schema: str, app: str | None = None, *, most: int | N
         at=at,
         handlers=handlers,
         queues=[line for row in rows["queues"] if (line := _queue_line(row, handlers)).handler or app is None],
-        sagas=[Row(row, app=unquote(row.app)) for row in rows["sagas"]],
+        sagas=[NamedRow(row, app=unquote(row.app)) for row in rows["sagas"]],
         letters=rows["letters"],
         workers=workers,
         most=most,
         outbox=[_outbox_line(row, relays) for row in rows["outbox"] if app is None],
-        requests=[Row(row, app=unquote(row.app), route=unquote(row.route)) for row in rows["requests"]],
+        requests=[NamedRow(row, app=unquote(row.app), route=unquote(row.route)) for row in rows["requests"]],
     )
 
 
-def _outbox_line(row: Row, relays: Container[str]) -> Row:
+def _outbox_line(row: NamedRow, relays: Container[str]) -> NamedRow:
     more = row.pop("more")
-    return Row(row, relayed=row.destination.partition(":")[0] in relays, more=more)
+    return NamedRow(row, relayed=row.destination.partition(":")[0] in relays, more=more)
 
 
 def in_words(each: Condition, line: HandlerLine, at: datetime) -> str:
@@ -97,7 +97,7 @@ def in_words(each: Condition, line: HandlerLine, at: datetime) -> str:
     return f"{each.text} since {at - timedelta(seconds=each.seconds):%Y-%m-%d %H:%M:%S}{part}"
 
 
-def _conditions(pause: Row | None, its: Sequence[WorkerLine], name: str, at: datetime) -> list[Condition]:
+def _conditions(pause: NamedRow | None, its: Sequence[WorkerLine], name: str, at: datetime) -> list[Condition]:
     """As people have decided, and as its workers say, who have last been heard of a while ago."""
     said = [(line, each) for line in its for each in line.handlers[name].conditions if each.by is not HeldUp.PAUSED]
     known = together(msgspec.structs.replace(each, seconds=each.seconds + line.unseen) for line, each in said)
@@ -107,7 +107,7 @@ def _conditions(pause: Row | None, its: Sequence[WorkerLine], name: str, at: dat
     return [paused(pause.by, pause.reason, (at - pause.at).total_seconds(), obeyed), *known]
 
 
-def handler_lines(workers: Sequence[WorkerLine], paused: Sequence[Row], at: datetime) -> list[HandlerLine]:
+def handler_lines(workers: Sequence[WorkerLine], paused: Sequence[NamedRow], at: datetime) -> list[HandlerLine]:
     """By app and name, as of then."""
     pauses = {(each.app, each.handler): each for each in paused}
     running: dict[Name, list[WorkerLine]] = {name: [] for name in pauses}
@@ -119,7 +119,9 @@ def handler_lines(workers: Sequence[WorkerLine], paused: Sequence[Row], at: date
     ]
 
 
-def _handler_line(app: str, name: str, pause: Row | None, workers: Sequence[WorkerLine], at: datetime) -> HandlerLine:
+def _handler_line(
+    app: str, name: str, pause: NamedRow | None, workers: Sequence[WorkerLine], at: datetime
+) -> HandlerLine:
     its = [line.handlers[name] for line in workers]
     outcomes = Counter[str]()
     lags: dict[str, Lag] = {}
@@ -143,10 +145,10 @@ def _handler_line(app: str, name: str, pause: Row | None, workers: Sequence[Work
     )
 
 
-def _queue_line(row: Row, handlers: Sequence[HandlerLine]) -> Row:
+def _queue_line(row: NamedRow, handlers: Sequence[HandlerLine]) -> NamedRow:
     """With whose it is."""
     name = row.pop("name")
     source = f"postgres:{name}"
     kind = "retries" if name.startswith("~~") else "own" if name.startswith("~") else "source"
     readers = [f"{each.app}/{each.handler}" for each in handlers if source in each.sources or source in each.queues]
-    return Row({"name": name, "kind": kind, "handler": readers[0] if readers else None, **row})
+    return NamedRow({"name": name, "kind": kind, "handler": readers[0] if readers else None, **row})

@@ -14,7 +14,7 @@ from idemconsumer.admin.dead_letters import Admin, Redrive, key_range, only, unk
 from idemconsumer.admin.decisions import Deciding
 from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.admin.saga_views import readable
-from idemconsumer.admin.sender import PATIENCE, Row, Statements
+from idemconsumer.admin.sender import PATIENCE, NamedRow, Statements
 from idemconsumer.admin.timeline import Event
 from idemconsumer.errors import ConfigurationError, NothingFound
 from idemconsumer.message import keys
@@ -49,11 +49,11 @@ class KeyDetail(msgspec.Struct, frozen=True, kw_only=True):
     due: datetime | None
     created_at: datetime | None
     awaited: str | None
-    attempts: Row | None
-    request: Row | None
-    letters: Sequence[Row]
+    attempts: NamedRow | None
+    request: NamedRow | None
+    letters: Sequence[NamedRow]
     redrives: Sequence[Redrive]
-    deliveries: Sequence[Row]
+    deliveries: Sequence[NamedRow]
     timeline: Sequence[Event]
     next: str
     store: str = "postgres"
@@ -114,7 +114,7 @@ class Keys:
         state: State | None = None,
         after: str | None = None,
         limit: int = 50,
-    ) -> list[Row]:
+    ) -> list[NamedRow]:
         """Records in the order of their keys, those behind `after` (hex). Where few match, all records are read."""
         scopes = None
         if handler is not None or tenant is not None:
@@ -123,7 +123,7 @@ class Keys:
         behind = None if after is None else key_range(after)[1]
         number = None if state is None else int(state)
         rows = await self._sql.rows("key_list", after=behind, scopes=scopes, state=number, limit=limit)
-        return [Row(row, state=State(row.state).name.lower()) for row in rows]
+        return [NamedRow(row, state=State(row.state).name.lower()) for row in rows]
 
     async def explain(self, key: bytes) -> KeyDetail:
         """O7. Changes nothing. Not from one snapshot: what happens meanwhile may be in one part and not in another."""
@@ -138,10 +138,10 @@ class Keys:
         scope = record["scope"] or tried["scope"]
         request = None
         if record["request_since"] is not None:
-            request = Row({name: record[f"request_{name}"] for name in ("since", "owner", "lost", "again")})
+            request = NamedRow({name: record[f"request_{name}"] for name in ("since", "owner", "lost", "again")})
         attempts = None
         if tried["scope"] is not None:
-            attempts = Row({name: tried[name] for name in ("count", "error", "changed_at")})
+            attempts = NamedRow({name: tried[name] for name in ("count", "error", "changed_at")})
         detail = KeyDetail(
             key=key.hex(),
             scope=scope,

@@ -14,7 +14,7 @@ from click import option
 
 from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail, Redrive, Which
 from idemconsumer.admin.redrives import Redrives
-from idemconsumer.admin.sender import Row
+from idemconsumer.admin.sender import NamedRow
 from idemconsumer.cli.choices import Choice, listing
 from idemconsumer.cli.flags import Finite, behind, count, database, deciding, flag, limit, number, unasked, uncounted
 from idemconsumer.cli.layout import either, facts, in_words, listed, multiline, readable, time_of
@@ -69,7 +69,7 @@ async def dead_list(given: Given) -> Output:
     return await listing(given, letters, columns, map(_in_list, letters), "no dead letters", more=more)
 
 
-def _in_list(of: Row) -> tuple[object, ...]:
+def _in_list(of: NamedRow) -> tuple[object, ...]:
     marks = [mark for mark, at in (("redriven", of.redriven_at), ("forwarded", of.forwarded_at)) if at]
     reason = f"{of.reason} ({', '.join(marks)})" if marks else of.reason
     return of.id, of.last_at, of.handler, reason, of.position, of.arrivals, of.error[:60]
@@ -168,7 +168,7 @@ async def dead_runs(given: Given) -> Output:
     return Output(runs, listed("run, began, by, letters, came to", map(_among_runs, runs), "no runs"))
 
 
-def _among_runs(of: Row) -> tuple[object, ...]:
+def _among_runs(of: NamedRow) -> tuple[object, ...]:
     came_to = ", ".join(f"{count} {outcome}" for outcome, count in sorted(of.outcomes.items()))
     return f"{of.run} (cancelled)" if of.cancelled else of.run, of.began_at, of.by, of.letters, came_to or None
 

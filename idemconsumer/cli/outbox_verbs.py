@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from idemconsumer.admin.outgoing_messages import Outbox, OutgoingChoice
-from idemconsumer.admin.sender import Row
+from idemconsumer.admin.sender import NamedRow
 from idemconsumer.cli.choices import Choice, listing
 from idemconsumer.cli.flags import behind, deciding, flag, limit, number, unasked, uncounted
 from idemconsumer.cli.layout import either, facts, in_words, multiline
@@ -42,7 +42,7 @@ async def outbox_list(given: Given) -> Output:
     return await listing(given, found, columns, map(_in_list, found), "no outgoing messages", more=more)
 
 
-def _in_list(of: Row) -> tuple[object, ...]:
+def _in_list(of: NamedRow) -> tuple[object, ...]:
     state = "parked" if of.parked_at is not None else "waiting" if of.due_at is None else "later"
     return of.id, of.created_at, of.destination, of.key or None, state, of.tries, (of.error or "-")[:60]
 
@@ -95,7 +95,7 @@ def outbox_discard(given: Given) -> Output:
     )
 
 
-def _json(found: Row) -> dict[str, object]:
+def _json(found: NamedRow) -> dict[str, object]:
     """Text as text, anything else in base64."""
     headers = [{"name": name, **either(value)} for name, value in found.headers.items()]
     return {**found, "headers": headers, "body": either(found.body)}

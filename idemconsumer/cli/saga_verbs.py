@@ -15,7 +15,7 @@ from idemconsumer.admin.hints import hint
 from idemconsumer.admin.histories import histories
 from idemconsumer.admin.saga_admin import SagaAdmin
 from idemconsumer.admin.saga_views import SagaDetail
-from idemconsumer.admin.sender import Row
+from idemconsumer.admin.sender import NamedRow
 from idemconsumer.admin.timeline import Event
 from idemconsumer.cli.choices import listing, need_key, seconds
 from idemconsumer.cli.flags import ID, as_json, count, database, deciding, flag, key, limit, together
@@ -259,7 +259,7 @@ def facts(detail: SagaDetail) -> Iterator[tuple[str, Any]]:
     yield "what to do", line.parked and hint(line.parked)
 
 
-def _in_list(line: Row) -> tuple[object, ...]:
+def _in_list(line: NamedRow) -> tuple[object, ...]:
     state, error = _state(line) + _waits(line), (line.error or "")[:60]
     at = line.recovery_point or None
     return short(line.key), line.started_at, line.handler, state, at, _owner(line), line.attempt, error
@@ -270,7 +270,7 @@ def _in_history(event: Event) -> tuple[object, ...]:
     return at, event.what, event.owner or None, event.token, event.attempt, took, event.detail or None
 
 
-def _among_steps(step: Row) -> tuple[object, ...]:
+def _among_steps(step: NamedRow) -> tuple[object, ...]:
     state = step.state + (", overlapped" if step.overlapped else "") + (", has undo" if step.has_undo else "")
     ended = None if step.finished_at is None else _time(step.finished_at)
     if step.state == "waiting" and step.until is not None:
@@ -288,17 +288,17 @@ def _took(seconds: float | None) -> str | None:
     return None if seconds is None else f"{seconds * 1000:.0f} ms"
 
 
-def _state(line: Row) -> str:
+def _state(line: NamedRow) -> str:
     return f"{line.state} ({line.parked})" if line.parked else line.state
 
 
-def _waits(line: Row) -> str:
+def _waits(line: NamedRow) -> str:
     if not line.waits or line.owner is not None or line.parked is not None:
         return ""
     return f", {' and '.join(line.waits)} until {time_of(line.due)}"
 
 
-def _owner(line: Row) -> str:
+def _owner(line: NamedRow) -> str:
     if line.owner is None:
         return "a lost worker" if line.stale else "none"
     return f"{line.owner} (lost)" if line.stale else line.owner

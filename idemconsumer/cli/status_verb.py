@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 from click import argument
 
 from idemconsumer.admin.control import WorkerLine
-from idemconsumer.admin.sender import Row
+from idemconsumer.admin.sender import NamedRow
 from idemconsumer.admin.status import HandlerLine, Status, in_words
 from idemconsumer.admin.status import status as read_status
 from idemconsumer.cli.layout import cell, table
@@ -79,28 +79,28 @@ def _handler(each: HandlerLine, status: Status) -> Cells:
     return name, sources, each.workers, each.lanes, each.running, state_of(each, status.at)
 
 
-def _queue(each: Row, status: Status) -> Cells:
+def _queue(each: NamedRow, status: Status) -> Cells:
     waiting, in_hand, delayed = _counts(status, each.more, each.waiting, each.in_hand, each.delayed)
     oldest, overdue = ago(each.oldest) if each.waiting else None, ago(each.overdue) if each.overdue else None
     return each.name, each.kind, each.handler or "no worker", waiting, oldest, in_hand, delayed, overdue
 
 
-def _saga(each: Row, status: Status) -> Cells:
+def _saga(each: NamedRow, status: Status) -> Cells:
     running, waiting, due = _counts(status, each.more, each.running, each.waiting, each.due)
     undoing, review = _counts(status, each.more, each.undoing, each.review)
     oldest = None if each.oldest is None else f"{each.oldest:%Y-%m-%d %H:%M}"
     return f"{each.app}/{each.handler}", running, waiting, due, ago(each.overdue), undoing, review, oldest
 
 
-def _letter(each: Row, status: Status) -> Cells:
+def _letter(each: NamedRow, status: Status) -> Cells:
     return each.reason, *_counts(status, each.more, each.letters), each.newest
 
 
-def _request(each: Row, status: Status) -> Cells:
+def _request(each: NamedRow, status: Status) -> Cells:
     return f"{each.app}: {each.route}", *_counts(status, each.more, each.running, each.lost), each.oldest
 
 
-def _outgoing(each: Row, status: Status) -> Cells:
+def _outgoing(each: NamedRow, status: Status) -> Cells:
     waiting, later, parked = _counts(status, each.more, each.waiting, each.later, each.parked)
     relayed, error = "yes" if each.relayed else "by no worker", (each.error or "-")[:60]
     return each.destination, waiting, ago(each.oldest), later, parked, relayed, error
