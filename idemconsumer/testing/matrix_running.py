@@ -78,6 +78,7 @@ class Processes:
                 raise ConfigurationError(
                     f"crash_matrix: {self.name} cannot be loaded in a process of its own:\n{error}"
                 )
+            stack.push_async_callback(_closed, self._orders)
             self._stack = stack.pop_all()
         return self
 
@@ -179,7 +180,7 @@ class Process:
             async with asyncio.timeout(_END_SECONDS):
                 while await self._reader.read(65_536):
                     pass
-        self._writer.close()
+        await _closed(self._writer)
 
     def _say(self, text: str) -> None:
         self._writer.write(f"{text}\n".encode())
@@ -189,6 +190,13 @@ class Process:
         if not self._reader.at_eof():
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    """Wait for it: the loop may end with what calls this."""
+    writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
 
 
 class Delivered:
