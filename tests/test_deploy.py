@@ -102,9 +102,9 @@ def unknown(expression: str) -> list[str]:
 
 def test_each_metric_is_in_the_reference_and_no_other() -> None:
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text("utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (\w+) \|.* \| (.+) \|$", page, re.MULTILINE)
-    assert {name: kind for name, kind, _ in rows} == families()
-    assert all(text[0].isupper() for _, _, text in rows)
+    found = re.findall(r"^## `(\w+)`\n\n(\w+) · labels: .+\n\n(.+)$", page, re.MULTILINE)
+    assert {name: kind for name, kind, _ in found} == families()
+    assert all(text[0].isupper() for _, _, text in found)
 
 
 def test_the_names_follow_the_conventions() -> None:

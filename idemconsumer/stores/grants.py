@@ -76,7 +76,8 @@ _PRODUCER: Final[tuple[LiteralString, ...]] = (
 )
 _READER: Final[tuple[LiteralString, ...]] = (
     "GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO {role}",
-    "GRANT EXECUTE ON FUNCTION {schema}.saga_key(text, text, text, text), {schema}.low_water_of(text, text) TO {role}",
+    "GRANT EXECUTE ON FUNCTION {schema}.saga_key(text, text, text, text), {schema}.low_water_of(text, text), "
+    "{schema}.recorded(bytea[], bytea[]) TO {role}",
 )
 # What is to be emptied is measured first, so the messages of dead letters can be read; those of sagas cannot.
 _PURGE: Final[tuple[LiteralString, ...]] = (
