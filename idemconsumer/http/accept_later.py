@@ -28,6 +28,11 @@ _AGAIN: Final = 1  # seconds until it is worth asking again
 _PASSED: Final = ("content-type", "traceparent", "tracestate")
 
 
+def bodiless_head(request: Request, response: Response) -> Response:
+    """The answer to a HEAD ends with its headers."""
+    return replace(response, body=b"") if request.method == "HEAD" else response
+
+
 class AcceptLater:
     """An ASGI app that accepts requests for a handler, which a worker runs later.
 
@@ -101,7 +106,7 @@ class AcceptLater:
             key = self.key_of(request)
             answer = await self.answer(request, key, await caller(self._tenant, request), body)
         except Refused as refused:
-            answer = refused.problem.response
+            answer = bodiless_head(request, refused.problem.response)
         await respond(send, answer)
 
     def covers(self, request: Request) -> bool:
@@ -124,7 +129,7 @@ class AcceptLater:
         if request.method == "POST":
             return await self._accept(request, key, tenant, body)
         answer = await self._status(request.path.removeprefix(f"{self._path}/"), tenant)
-        return replace(answer, body=b"") if request.method == "HEAD" else answer
+        return bodiless_head(request, answer)
 
     async def close(self) -> None:
         """Close the app, and with it everything opened. Call it once all requests have been answered."""

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, Final
 
-from idemconsumer.http.accept_later import AcceptLater
+from idemconsumer.http.accept_later import AcceptLater, bodiless_head
 from idemconsumer.http.background import background
 from idemconsumer.http.current import new_key, slot_for
 from idemconsumer.http.exchange import Exchange, gone
@@ -113,7 +113,7 @@ class AcceptLaterMiddleware:
                 return respond(start_response, _GONE)
             key, tenant = later.key_of(request), checked_tenant(_awaited(later.ask_tenant(request)))
         except Refused as refused:
-            return respond(start_response, refused.problem.response)
+            return respond(start_response, bodiless_head(request, refused.problem.response))
         return respond(start_response, there.start(later.answer(request, key, tenant, body)).result())
 
     def close(self) -> None:

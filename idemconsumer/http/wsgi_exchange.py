@@ -8,7 +8,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import closing, suppress
+from contextlib import suppress
 from http import HTTPStatus
 from io import BytesIO
 from itertools import chain
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Final, NoReturn, TypeAlias
 
 from idemconsumer import forks
-from idemconsumer.http.asgi_wire import Message, Receive, Scope, Send, decoded, encoded
+from idemconsumer.http.asgi_wire import Message, Receive, Scope, Send, decoded
 from idemconsumer.http.background import background
 from idemconsumer.http.current import slot_in_thread, slot_of_task
 from idemconsumer.http.exchanged import CutOff, Headers, Response
@@ -104,7 +104,7 @@ class RequestThread:
         sent = self._sent(background().start(answering), start_response)
         first = next(sent)
         if first["more_body"]:
-            return _parts(first, sent)
+            return _Parts(first, sent)
         return [first["body"]] if first["body"] else []  # of one part a server knows the length
 
     def _sent(self, serving: Future[None], start_response: StartResponse) -> Generator[Message]:
@@ -142,11 +142,18 @@ class RequestThread:
                     _do(given[0], refuse)
 
 
-def _parts(first: Message, sent: Generator[Message]) -> Iterator[bytes]:
-    with closing(sent):
-        for message in chain([first], sent):
-            if message["body"]:
-                yield message["body"]
+class _Parts:
+    """What a server iterates over, and closes, also where it has not begun to."""
+
+    def __init__(self, first: Message, sent: Generator[Message]) -> None:
+        self._sent = sent
+        self._bodies = (message["body"] for message in chain([first], sent) if message["body"])
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._bodies
+
+    def close(self) -> None:
+        self._sent.close()
 
 
 def respond(start_response: StartResponse, response: Response) -> Iterable[bytes]:
@@ -165,6 +172,11 @@ def _do(result: _Result, act: Callable[[], bytes | None]) -> None:
     except BaseException as error:
         result.set_result(CutOff(f"the application was ended with its thread, by {type(error).__name__}"))
         raise
+
+
+def _latin(text: object) -> bytes:
+    """What no server can send has no failure as its answer: the application has had its effect (H52)."""
+    return str(text).encode("latin-1", "replace")
 
 
 def _status_line(status: int) -> str:
@@ -219,9 +231,8 @@ class _Call:
     @property
     def start(self) -> Message:
         status = int(self._status.split(" ", 1)[0])
-        return {
-            "type": "http.response.start", "status": status, "headers": encoded(self._headers), _STATUS: self._status,
-        }  # fmt: skip
+        headers = [(_latin(name), _latin(value)) for name, value in self._headers]
+        return {"type": "http.response.start", "status": status, "headers": headers, _STATUS: self._status}
 
     def close(self) -> None:
         """Once, as the server would."""

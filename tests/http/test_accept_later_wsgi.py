@@ -93,6 +93,8 @@ async def test_what_cannot_be_accepted_is_said_and_stores_nothing(bench: Bench, 
         ({"headers": key | {"X-Tenant": ""}, "json": {"id": "a"}}, 401),
     ):
         assert (await service.ask("POST", "/orders", **more)).status_code == says
+    head = await service.ask("HEAD", "/orders/k", headers={"X-Tenant": ""})
+    assert (head.status_code, head.data) == (401, b"")
     assert bench.do("select from idemconsumer.record") == []
 
 

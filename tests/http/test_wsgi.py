@@ -41,6 +41,9 @@ OPEN: LiteralString = """
 """
 
 
+KEPT: list[Any] = []
+
+
 class Body:
     """An iterable that knows how often it was closed."""
 
@@ -160,6 +163,20 @@ def test_a_status_that_nobody_has_named(make: Make, shop: Shop) -> None:
     shop.act = act
     door = make(shop)
     assert [ask(door).status for _ in range(2)] == ["299 Sure", "299 Unknown"]
+
+
+def test_a_header_that_no_server_can_send_is_no_failure_behind_an_effect(make: Make, shop: Shop) -> None:
+    """H52: the key would be given back, and the next request would have the effect once more."""
+    given: Any = [("X-Price", "5 €"), ("X-Number", 5)]
+
+    def act(environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        start_response("201 Made It", given)
+        return [b"done"]
+
+    shop.act, door = act, make(shop)
+    first, again = ask(door), ask(door)
+    assert (first.headers["x-price"], first.headers["x-number"], first.body) == ("5 ?", "5", b"done")
+    assert (again.replayed, again.body, shop.runs) == (True, b"done", 1)
 
 
 def test_what_is_written_is_kept_in_its_order(make: Make, shop: Shop) -> None:
@@ -510,6 +527,12 @@ def never_begun(parts: Callable[[Any], Iterable[bytes]]) -> None:
     parts(Answer().start)
 
 
+def closed_at_once(parts: Callable[[Any], Iterable[bytes]]) -> None:
+    kept: Any = parts(Answer().start)
+    KEPT.append(kept)
+    kept.close()
+
+
 def left_early(parts: Callable[[Any], Iterable[bytes]]) -> None:
     assert next(iter(parts(Answer().start))) == b"a"
 
@@ -518,7 +541,7 @@ def sent_and_not_closed(parts: Callable[[Any], Iterable[bytes]]) -> None:
     assert b"".join(parts(Answer().start)) == b"ab"
 
 
-@pytest.mark.parametrize("how", [never_sent, never_begun, left_early, sent_and_not_closed])
+@pytest.mark.parametrize("how", [never_sent, never_begun, closed_at_once, left_early, sent_and_not_closed])
 def test_a_stream_that_nobody_closes_gives_its_key_back(make: Make, how: Callable[..., None]) -> None:
     """H6: a server that fails, or middleware around the door that hands on the parts and forgets `close`."""
     store = FakeRequests()
