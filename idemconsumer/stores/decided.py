@@ -62,6 +62,8 @@ async def decided(
                     if doubt is None:  # only from now on: it may have taken long to notice the loss
                         told_by = clock() + within
                         until = max(until, told_by)
+                    else:  # what ends the connection each time does so at once, perhaps
+                        await asyncio.sleep(_FIRST)
                     doubt = lost
                 if ask is not None and (answer := await ask(lost)) is not None:
                     return answer
