@@ -57,7 +57,7 @@ class Duty:
         self._woken.set()
 
     def stop(self) -> None:
-        """`run` returns after one more time, or at once while it fails."""
+        """`run` returns after one more time, or at once while it fails in a way that is not `quiet`."""
         self.stopped = True
         self._woken.set()
 
@@ -88,7 +88,7 @@ class Duty:
         while pause is not None and not being_cancelled():  # what it does may swallow a cancellation
             await self._rest(pause)
             last = self.stopped
-            if last and self._fails:
+            if last and self._failures:
                 return
             self._woken.clear()  # before: what comes from now on may not be seen by it
             pause = await self._do()

@@ -192,6 +192,17 @@ async def test_one_that_is_stopped_acts_once_more() -> None:
     assert act.count == 2
 
 
+async def test_one_that_is_stopped_behind_a_quiet_failure_looks_once_more() -> None:
+    act = Acts(StoreUnavailable("away"), None)
+    duty = Duty(act, NEVER, again=lambda _: NEVER, failed=act.failed, quiet=lambda _: True)
+    async with going_on(duty) as task:
+        await until(lambda: act.count == 1)
+        duty.wake()
+        duty.stop()
+        await task
+    assert act.count == 2
+
+
 async def test_without_somebody_to_tell_an_error_ends_it() -> None:
     with pytest.raises(ValueError, match="a"):
         await Duty(Acts(ValueError("a")), 0.0).run()
