@@ -27,7 +27,7 @@ create index outbox_letter on {schema}.outbox (letter) where letter is not null;
 
 comment on table {schema}.outbox is
     'A row comes with the transaction that publishes it, and goes when its broker has confirmed it';
-comment on column {schema}.outbox.destination is 'kafka:topic, rabbitmq:exchange/key or sqs:queue';
+comment on column {schema}.outbox.destination is 'kafka:topic, rabbitmq:exchange/key or sqs:queue; of a dead letter also postgres:queue';
 comment on column {schema}.outbox.message_id is 'The same each time that it is sent, and in a restored backup (X3)';
 comment on column {schema}.outbox.order_key is 'Those that have the same one stay in order (X5)';
 comment on column {schema}.outbox.created_at is 'Or when it fell due';

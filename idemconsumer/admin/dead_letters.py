@@ -211,7 +211,7 @@ class Admin:
 
     async def unforwarded(self, app: str) -> list[NamedRow]:
         """By handler: `unforwarded` in `sql/admin.sql`."""
-        return await self._sql.rows("unforwarded", app=app)
+        return await self._sql.rows("unforwarded", scopes=keys.scopes_of(app))
 
 
 async def unknown_handler(dsn: str, schema: str, handler: str) -> str | None:

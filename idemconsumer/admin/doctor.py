@@ -179,10 +179,15 @@ def _outbox(found: Status) -> Iterator[Finding]:
             )
         if not each.relayed and (each.waiting or each.later):
             scheme = each.destination.partition(":")[0]
+            instead = (
+                "run a handler that forwards its dead letters there, or `idemconsumer outbox discard` them"
+                if scheme == "postgres"
+                else f"give one the address (IDEMCONSUMER_{scheme.upper()})"
+            )
             yield _warning(
                 subject,
                 f"{_counted(each.waiting + each.later)} messages wait, and no live worker on record relays to "
-                f"{scheme}; give one the address (IDEMCONSUMER_{scheme.upper()})",
+                f"{scheme}; {instead}",
             )
         elif each.waiting and (each.oldest or 0.0) > _OVERDUE:
             yield _warning(

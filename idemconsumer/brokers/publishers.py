@@ -53,5 +53,6 @@ class Publishers(Generic[C]):
     async def close_idle(self, idle: float | None = None) -> None:
         """Close those for which nobody waits, and that nobody has used for that time."""
         until = asyncio.get_running_loop().time() - (self._idle if idle is None else idle)
-        while len(self._free) > self._wanted and self._free[0][0] <= until:
+        wanted = 0 if self._idle else self._wanted  # what was kept may be stale, whoever comes
+        while len(self._free) > wanted and self._free[0][0] <= until:
             await self._free.pop(0)[1].close()

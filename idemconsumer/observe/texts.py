@@ -17,7 +17,7 @@ _STORED: Final = {
     "delayed_messages{source}": "Messages of Postgres queues that are not due yet",
     "open_dead_letters{app,handler,reason}": "Dead letters that no person has redriven or discarded",
     "oldest_dead_letter_seconds{app,handler,reason}": "Age of the oldest open dead letter",
-    "unforwarded_dead_letters{app,handler}": "Dead letters not yet forwarded to dead_letter_to, up to 100,000 of all",
+    "unforwarded_dead_letters{app,handler}": "Dead letters not forwarded yet, or parked; up to 100,000 of all",
     "oldest_unforwarded_dead_letter_seconds{app,handler}": "How long the oldest dead letter has waited to be forwarded",
     "leases{state}": "Leases of workers with sagas: live, or lost while no worker has taken their sagas",
     "outbox_messages{destination,state}": "Outgoing messages: waiting to be sent, later (with a delay, or between two "

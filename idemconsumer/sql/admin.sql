@@ -139,7 +139,7 @@ select name, count(*) as messages, min(due_at) as due_at from {schema}.delayed g
 -- Dead letters of an app that are to be forwarded (O19).
 select d.handler, count(*) as letters, extract(epoch from clock_timestamp() - min(o.created_at))::float8 as seconds
 from {schema}.outbox as o join {schema}.dead_letter as d on d.id = o.letter
-where split_part(d.scope, '/', 1) = %(app)s group by d.handler order by d.handler
+where starts_with(d.scope, %(scopes)s) group by d.handler order by d.handler
 
 -- name: saga_list
 -- Sagas that run, wait for their next attempt, or wait for a person (`state` dead; `parked` says why). `owner` is the worker that

@@ -57,5 +57,5 @@ class ForwardedLetter:
         if message.record_key is not None and not destination.startswith("kafka:"):
             headers["idemconsumer-dead-record-key"] = message.record_key
         if destination.startswith("sqs:") and destination.endswith(".fifo"):
-            headers[_GROUP] = message.headers.get(_GROUP, number)
+            headers[_GROUP] = message.headers.get(_GROUP, number) if whole else number
         return Outgoing(body, headers, number, record_key=message.record_key)

@@ -116,7 +116,7 @@ def unforwarded(bench: Bench, *, forwarded: bool = False) -> Sequence[Any]:
 async def test_a_destination_that_is_away_holds_nothing_up_and_gets_all_once_it_is_back(
     bench: Bench, rabbitmq: Server, logged: LogCapture
 ) -> None:
-    name, app = f"dlq-{uuid4().hex}", App("shop")
+    name, app = f"dlq-{uuid4().hex}", App("shop/eu")
 
     @app.idempotent_handler("postgres:orders", key="id", max_attempts=1, dead_letter_to=f"rabbitmq:{name}")
     async def handle(item: Item, tx: Tx) -> None:
@@ -129,7 +129,7 @@ async def test_a_destination_that_is_away_holds_nothing_up_and_gets_all_once_it_
         await running.until(lambda: times(logged, "outgoing messages cannot be relayed, will retry") == 1)
         bench.enqueue("orders", Item("poison-2"), Item("b"))
         await running.until(lambda: bench.effects() == ["a", "b"] and len(unforwarded(bench)) == 2)
-        (waiting,) = await Admin(bench.dsn, SCHEMA).unforwarded("shop")
+        (waiting,) = await Admin(bench.dsn, SCHEMA).unforwarded("shop/eu")
         assert (waiting.handler, waiting.letters, waiting.seconds > 0) == ("handle", 2, True)
         checked = {(f.level, f.subject) async for f in findings(app, bench.settings(rabbitmq=rabbitmq.address))}
         assert ("error", f"rabbitmq:{name}") in checked
@@ -139,7 +139,7 @@ async def test_a_destination_that_is_away_holds_nothing_up_and_gets_all_once_it_
             found = [await queue.get(no_ack=True) for _ in range(2)]
             await queue.delete()
     letters = await Admin(bench.dsn, SCHEMA).dead_letters()
-    assert {f"shop-dead-{letter.id}" for letter in letters} == {message.message_id for message in found}
+    assert {f"{app.name}-dead-{letter.id}" for letter in letters} == {message.message_id for message in found}
     assert all(letter.forwarded_at is not None for letter in letters)
     assert times(logged, "outgoing messages cannot be relayed, will retry") == 1
     assert times(logged, "outgoing messages are relayed again") == 1
