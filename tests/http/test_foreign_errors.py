@@ -24,15 +24,16 @@ from tests.support.waiting import PATIENCE
 
 
 class Runs:
-    """Counts the effects of each key."""
+    """Counts the effects of each key. The first `refused` of a key have none, and their response is not kept."""
 
     def __init__(self) -> None:
         self.of: dict[str, int] = {}
+        self.refused = 0
 
     async def __call__(self, request: StarletteRequest) -> Response:
         key = request.headers["idempotency-key"]
         self.of[key] = self.of.get(key, 0) + 1
-        return Response(f"run {self.of[key]}", 201)
+        return Response(f"run {self.of[key]}", 201 if self.of[key] > self.refused else 503)
 
 
 @pytest.fixture
@@ -84,6 +85,30 @@ async def test_no_call_of_a_driver_lets_an_effect_happen_twice_or_keeps_its_key_
         if not reached:
             break
     assert at >= 2, "a claim and its end are two exchanges"
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+@pytest.mark.parametrize("shop", ["redis", "postgres"], indirect=True)
+async def test_a_key_that_is_to_be_given_back_is_whatever_a_driver_raises(
+    shop: Client, runs: Runs, error: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """H23, H52: else it would be busy for as long as the process lives."""
+    tuned(monkeypatch, response_retry_pause=0.01, unfinished_pause=0.01)
+    faults = Faults(monkeypatch)
+    around(request.node.callspec.params["shop"], faults)
+    runs.refused = 1
+    for at in count():
+        key, reached = f"{error}-{at}", False
+        with faults.one(FOREIGN[error], at, behind=False):
+            assert (await asyncio.wait_for(shop.post(key=key), PATIENCE)).status_code == 503
+            reached = faults.raised
+        async with asyncio.timeout(PATIENCE):
+            while (await shop.post(key=key)).status_code != 201:
+                await asyncio.sleep(0.01)
+        assert runs.of[key] == 2
+        if not reached:
+            break
+    assert at >= 2, "a claim and what gives it back are two exchanges"
 
 
 @pytest.mark.parametrize("error", FOREIGN)
