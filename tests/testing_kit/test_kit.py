@@ -114,6 +114,10 @@ async def test_a_message_costs_as_many_commits_as_it_is_said_to(idem: Idem) -> N
     with pytest.raises(AssertionError, match="3 commits, not 4; handled: pay applied"):
         async with kit.assert_commits(4):
             await kit.send("kafka:orders", Order("2"))
+    wrong: Any = "3"
+    with pytest.raises(ConfigurationError, match=r"assert_commits\('3'\): write how many, as in assert_commits\(2\)"):
+        async with kit.assert_commits(wrong):
+            await kit.send("kafka:orders", Order("3"))
 
 
 async def test_statements_and_round_trips_are_those_of_the_protocol(idem: Idem) -> None:

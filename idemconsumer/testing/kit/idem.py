@@ -301,6 +301,8 @@ class Kit:
 
     @asynccontextmanager
     async def _assert(self, what: str, expected: int) -> AsyncIterator[None]:
+        if not isinstance(expected, int):
+            raise ConfigurationError(f"assert_{what}({expected!r}): write how many, as in assert_{what}(2)")
         await self.drain()
         with counting() as cost:
             yield
