@@ -30,7 +30,7 @@ class NamedRow(dict[str, Any]):
         try:
             return self[column]
         except KeyError:
-            raise AttributeError(column) from None
+            raise AttributeError(f"{column!r} is no column of this row; it has {', '.join(self)}") from None
 
 
 Connection: TypeAlias = AnsweringConnection[NamedRow]
