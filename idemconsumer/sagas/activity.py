@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from idemconsumer.errors import OfTheEngine, SagaMisused
 from idemconsumer.rules import saga as rules
+from idemconsumer.sagas.order import TURNS
 from idemconsumer.sagas.steps import GRACE, left_behind
 from idemconsumer.user_code.cancellation import leave_behind
 
@@ -129,7 +130,11 @@ class Activity:
         try:
             while (left := again - self._loop.time()) > 0 and not stopped():
                 if not (stay := self._stays()):
-                    raise OnlyWaits(tuple(self.waits))
+                    for _ in range(TURNS):  # after a stall, what is over has yet to be seen by who awaits it
+                        await asyncio.sleep(0)
+                    if not self._stays() and not stopped():
+                        raise OnlyWaits(tuple(self.waits))
+                    continue
                 self._changed.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(left, stay)):

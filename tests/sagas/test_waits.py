@@ -16,6 +16,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.message import keys
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds
+from idemconsumer.rules import saga as rules
 from idemconsumer.rules.values import State
 from idemconsumer.sagas.run import SagaInterrupted
 from idemconsumer.settings import Settings
@@ -228,6 +229,21 @@ async def test_a_rejection_beside_a_sleep_undoes_at_once(bench: Bench, one: Stat
     assert bench.effects == ["a", "undo:a:out:a"]
 
 
+async def test_a_stall_beside_a_sleep_delays_no_undo(
+    bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process stood still, so that the grace was over before the handler could see what it awaited."""
+    monkeypatch.setattr(rules, "GRACE", 0.0)
+
+    async def refuse(step: Any) -> None:
+        raise Reject("declined")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await asyncio.gather(saga.sleep("cooling_off", "3d"), saga.call("c", refuse))
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.FAILED
+
+
 async def test_while_a_saga_is_undone_nobody_sleeps(bench: Bench, one: Station) -> None:
     async def fails(tx: Any, output: str, name: str) -> None:
         raise ValueError("not yet")
@@ -248,10 +264,19 @@ async def test_while_a_saga_is_undone_nobody_sleeps(bench: Bench, one: Station) 
     assert bench.effects == ["a", "undo:a:out:a"]
 
 
-async def test_a_handler_that_forgets_its_sleep_has_failed(bench: Bench, one: Station) -> None:
+async def test_a_handler_that_forgets_its_sleep_has_failed(one: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, wait = asyncio.Event(), one.leases.wait
+
+    async def begin(*given: Any, **named: Any) -> Any:
+        found = await wait(*given, **named)
+        begun.set()
+        return found
+
+    monkeypatch.setattr(one.leases, "wait", begin)
+
     async def book(order: dict[str, Any], saga: Saga) -> None:
         task = asyncio.create_task(saga.sleep("cooling_off", "3d"))
-        await until(lambda: bool(bench.run("select 1 from idemconsumer.step")), "it sleeps")
+        await begun.wait()
         assert not task.done()
 
     outcome = await one.deliver(saga(book))
