@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
@@ -21,7 +22,7 @@ class Epoch:
 
     `retiring`: no more of it may start; what runs may finish and settle. `ended`: what finishes now is forgotten.
     `waiting` counts those of its deliveries that sit in the waiting room.
-    `probation` is the number of inherited deliveries that each lane treats as suspects first, since the broker cannot
+    `probation` is the number of inherited deliveries, for each lane, that are suspects first, since the broker cannot
     tell which of them was running when the former owner died (K10).
     `returns_count`: the broker counts what is given back as delivered, and may drop what was delivered too often.
     `takes_back`: what is released is free for others at once, at no cost, also while its session goes on (O14).
@@ -34,18 +35,20 @@ class Epoch:
         self.takes_back = takes_back
         self.waiting = 0
         self._probation = probation
-        self._budget: dict[int, int] = {}
+        self._passed = Counter[tuple[int, Hashable | None]]()  # suspects, by handler, all and of each order
         self._running = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
 
-    def on_probation(self, lane: int, lanes: int = 1) -> bool:
-        """`lane` may stand for `lanes` that share what they run."""
-        return self._probation > 0 and self._budget.get(lane, self._probation * lanes) > 0
+    def on_probation(self, handler: int, lanes: int, order: Hashable | None = None) -> bool:
+        """Whether a delivery is a suspect, to the handler of this number, which has so many `lanes`. Of one `order` no
+        more than one lane's part was running."""
+        of_order = 0 if order is None else self._passed[handler, order]
+        return of_order < self._probation and self._passed[handler, None] < self._probation * lanes
 
-    def passed(self, lane: int, lanes: int = 1) -> None:
-        """A delivery of this epoch was actually run in `lane` (not a duplicate), and did not kill this worker."""
-        self._budget[lane] = self._budget.get(lane, self._probation * lanes) - 1
+    def passed(self, handler: int, order: Hashable | None = None) -> None:
+        """One that was a suspect was actually run (not a duplicate), and did not kill this worker."""
+        self._passed.update({(handler, None), (handler, order)})
 
     def start(self, count: int) -> None:
         self._running += count

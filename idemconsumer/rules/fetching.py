@@ -5,8 +5,9 @@ urgent comes behind it, the broker's time limits count, and memory holds it. But
 each group stands still meanwhile. So each lane gets the group that it runs, and a little more: what it can begin
 within `SOON`, at most three further groups, at least one message. The handler's time is measured, and follows it.
 
-Lanes that are chosen by key fill unevenly. What lies in a full one is made up for, so that the others get something
-to do, within limits. What waits for a rival, or behind a retry, is not about to begin, and does not count at all.
+Of one order a single lane runs what comes next. What lies behind that is made up for, so that the other lanes get
+something to do, within limits. What waits for a rival, or behind a retry, is not about to begin, and does not count at
+all.
 
 Memory. A source may hold as many bytes as it leaves free: half of the bound while it is alone, a third with a second
 one. So there is always something left for a source that begins, and all together never exceed the bound.
@@ -35,8 +36,8 @@ def per_lane(group: int, seconds: float | None) -> int:
 
 
 def in_lanes(ready: int, uneven: int) -> int:
-    """How many messages all lanes may hold. `ready` is what they run and begin soon; `uneven` is what full ones hold
-    beyond their part of it."""
+    """How many messages all lanes may hold. `ready` is what they run and begin soon; `uneven` is what lies behind that
+    in an order."""
     return ready + min(uneven, _UNEVEN * ready)
 
 

@@ -1,13 +1,14 @@
-"""What this process has in hand: which place has which key, how groups are run, and how deliveries are settled."""
+"""What this process has in hand: deliveries in their strands, how groups are run, and how deliveries are settled."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
 
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
@@ -29,30 +30,21 @@ if TYPE_CHECKING:
 class InFlight:
     """A delivery that this process has in hand.
 
-    `due` is when it may run, on the loop's clock. `home` is its lane, if it has an order. `settled`: the broker knows
-    that the message is stored here. `unanswered`: how often its reply was not confirmed. `permitted`: it may run once
-    more although it has failed and its handler is probed (D17).
+    `strand` is what it waits in, under this `number` of its arrival, and `key` what is known there of its key. `due` is
+    when it may run, on the loop's clock; 0: it has not failed here. `running`: a lane has it. `settled`: the broker
+    knows that the message is stored here. `unanswered`: how often its reply was not confirmed.
     """
 
     work: Work
     delivery: Delivery
     session: Session
+    strand: Strand = field(init=False)
+    number: int = 0
+    key: bytes = b""
     due: float = 0.0
-    home: Home | None = None
+    running: bool = False
     settled: bool = False
     unanswered: int = 0
-    permitted: bool = False
-
-    @property
-    def ordered(self) -> bool:
-        return self.home is not None
-
-    @property
-    def line(self) -> bytes | tuple[str, object]:
-        """What waits for it if it steps aside: all of its order, or, without one, of its key. Empty: nothing."""
-        if self.home is None or self.work.call is None:
-            return self.work.key
-        return self.work.message.source, self.work.call.order
 
     @property
     def can_go_back(self) -> bool:
@@ -65,30 +57,35 @@ class InFlight:
         return self.delivery.epoch.retiring and not self.settled
 
 
-class Place(Protocol):
-    """Where deliveries wait: a lane, what is spread over lanes, or the waiting room."""
+class Wait(Enum):
+    """What a strand waits for."""
 
-    def add(self, held: InFlight) -> None: ...
-    def clear(self) -> list[InFlight]:
-        """Take out what never started."""
-        ...
-
-    def drain(self) -> None:
-        """Wake up, since `InHand.draining` is set."""
-        ...
+    RETRY = "retry"  # its first delivery has failed, and is tried again when it is due
+    QUARANTINE = "quarantine"  # its handler or its tenant fails, and others come first
+    RIVAL = "rival"  # who holds the key of its first delivery is elsewhere; in each round it is claimed again
 
 
-class Home(Place, Protocol):
-    """A lane of deliveries with an order."""
+@dataclass(slots=True, eq=False)
+class Strand:
+    """`line`: its deliveries, the first one first. `taken`: a lane has it, or a round. `ready`: it is in the heap.
 
-    def take_back(self, line: Sequence[InFlight]) -> None:
-        """These had stepped aside, and come before all that arrived later."""
-        ...
+    `since` when it `waits`, and `due`: when it runs again, if that is for its next attempt. `permitted`: its first one
+    may run once more although it has failed and its handler is probed (D17).
+    """
+
+    order: Hashable | None
+    line: list[InFlight] = field(default_factory=list)
+    taken: bool = False
+    ready: bool = False
+    waits: Wait | None = None
+    since: float = 0.0
+    due: float = 0.0
+    bytes: int = 0
+    permitted: bool = False
 
 
 class InHand:
-    """Shared by all lanes and the waiting room. `sagas` runs the handlers that are leased; `replies` answers
-    requests."""
+    """Shared by all lanes. `sagas` runs the handlers that are leased; `replies` answers requests."""
 
     def __init__(
         self,
@@ -110,7 +107,6 @@ class InHand:
         self._at = observer.at
         self._watcher = observer if isinstance(observer, SeesOutcomes) else None
         self._settled: set[Session] = set()
-        self._places: dict[bytes, tuple[Place, int]] = {}  # of each key: where it is, and how many deliveries it has
 
     def drain(self) -> None:
         """Start nothing new from now on. Sagas are released at once."""
@@ -118,55 +114,17 @@ class InHand:
         if self._sagas is not None:
             self._sagas.drain()
 
-    # ------------------------------------------------------------------------------------------------------------ keys
-    def add(self, held: InFlight, place: Place) -> Place:
-        """Take it in hand. Returns the place that has its key already, else `place`."""
-        self.in_flight += 1
-        if key := held.work.key:  # even a saga with a message that can no longer be read has one
-            place, count = self._places.get(key, (place, 0))
-            self._places[key] = (place, count + 1)
-        return place
-
-    def moved(self, held: InFlight, place: Place) -> None:
-        """It is in `place` now, and later deliveries of its key go there too."""
-        if key := held.work.key:
-            _, count = self._places[key]
-            self._places[key] = (place, count)
-
-    async def read_again(self, held: InFlight, place: Place) -> None:
-        """Before it runs in `place`: what could not be read may be readable by now, and then it has a key."""
-        known = held.work.key
-        await self.engine.read(held.work)
-        if not known and (key := held.work.key):
-            where, count = self._places.get(key, (place, 0))
-            self._places[key] = (where, count + 1)
-
-    def deliveries(self, held: InFlight) -> int:
-        """How many of its key are in hand."""
-        return self._places[held.work.key][1] if held.work.key else 1
-
     def forget(self, deliveries: Iterable[InFlight]) -> None:
         """These are settled, given back, or no longer ours."""
         for held in deliveries:
             self.outage.let_go(held)
             self.in_flight -= 1
-            if not held.work.key:
-                continue
-            place, count = self._places[held.work.key]
-            if count == 1:
-                del self._places[held.work.key]
-            else:
-                self._places[held.work.key] = (place, count - 1)
-
-    def keys(self, waiting: Mapping[bytes, int]) -> list[bytes]:
-        """The keys with more deliveries than `waiting` counts for them."""
-        return [key for key, (_, count) in self._places.items() if count > waiting.get(key, 0)]
 
     # --------------------------------------------------------------------------------------------------------- running
     async def run(self, deliveries: Sequence[InFlight], *, defer: bool = False) -> list[Outcome]:
         """Run a group through its engine; empty, after a pause, when the database is down.
 
-        What has ended is settled and forgotten; the place decides where the others go.
+        What has ended is settled and forgotten; its lane decides what follows for the others.
         """
         for held in deliveries:
             held.delivery.epoch.start(1)

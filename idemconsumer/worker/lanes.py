@@ -1,105 +1,301 @@
-"""All lanes of a worker and the waiting rooms: which delivery goes where, and how they end.
+"""Lanes: how many strands of each handler run at a time, and when each begins.
 
-Each handler has lanes of its own (D13). A delivery is decoded and keyed before it has one (D1). If its key is in flight
-in this process, it follows that delivery; else its lane is a hash of its order key (D2), or whichever is free if it has
-none (D14). So two deliveries of one key never become rivals here, and what belongs to one order key runs in order.
+Each handler has lanes of its own (D13). A delivery is decoded and keyed before it is dispatched (D1); what must run one
+after another is a strand (`strands`), and a lane takes a group of those that can run, or waits until there is one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import weakref
-import zlib
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
-from itertools import chain
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Final
 
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.logs import log
 from idemconsumer.observe.reports import HandlerState
 from idemconsumer.ports.broker import Delivery, Session
+from idemconsumer.rules import breaker as failing
+from idemconsumer.rules.breaker import HandlerHealth
+from idemconsumer.rules.values import Outcome, OutcomeKind
+from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.settings import Settings
+from idemconsumer.stores.sharing import PARTY
 from idemconsumer.user_code.cancellation import run_on
 from idemconsumer.worker import capacity
-from idemconsumer.worker.in_flight import InFlight, InHand, Place
-from idemconsumer.worker.lane import Lane
-from idemconsumer.worker.probe import Probe
-from idemconsumer.worker.spread import Spread
+from idemconsumer.worker.in_flight import InFlight, InHand, Strand, Wait
+from idemconsumer.worker.strands import Strands
 from idemconsumer.worker.turns import Turns
-from idemconsumer.worker.waiting_room import WaitingRoom
 
 _LOOK: Final = 0.02  # seconds, in a drain
+_LOOK_UP: Final = 1.0  # seconds after which it is seen whether what waits is still ours
+_FULL: Final = 1.0  # seconds until a busy one, for which there is no room, is claimed again
 
 
 class HandlerLanes:
-    """The lanes of one handler, what is spread over them, and its waiting room.
+    """The lanes of one handler, and its strands. `index` is the number under which an epoch counts what they ran;
+    `freed` is set when a lane has nothing to do."""
 
-    `first`: an epoch counts what ran under numbers from here on, one for each lane and one for what is spread.
-    """
-
-    def __init__(self, handler: BoundHandler, in_hand: InHand, turns: Turns, *, lanes: int, first: int) -> None:
+    def __init__(
+        self, handler: BoundHandler, in_hand: InHand, turns: Turns, freed: asyncio.Event, *, lanes: int, index: int
+    ) -> None:
+        self.count = lanes
+        self.running = 0  # lanes that run something
+        self.strands = Strands(in_hand.engine, in_hand.forget, capacity.ROOM)
         self._handler = handler
         self._in_hand = in_hand
-        self.waiting_room = WaitingRoom(handler, in_hand, capacity.ROOM)
-        self.spread = Spread(in_hand, capacity.ROOM, index=first + lanes, lanes=lanes)
-        probe = Probe()
-        self.lanes = [
-            Lane(index, handler, in_hand, self.spread, self.waiting_room, turns, probe)
-            for index in range(first, first + lanes)
-        ]
-        self.places: list[Place] = [*self.lanes, self.spread, self.waiting_room]
-        self.at_work: list[Lane | WaitingRoom] = [*self.lanes, self.waiting_room]
+        self._engine = in_hand.engine
+        self._turns = turns
+        self._freed = freed
+        self._index = index
+        self._kept = False  # one lane is to stay free for a saga that is about to be taken (L33)
+        self._idle: deque[asyncio.Future[None]] = deque()  # lanes that wait; the first one begins next
+        self._asking = 0  # lanes that are to begin something, and have not taken it yet
+        self._probe: InFlight | None = None  # which runs while all messages of the handler fail (D17)
+        self._hangs_at = math.inf
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = math.inf  # what uvloop makes of the shortest pause has no `when`
+        self._swept = 0.0
+        self._round = asyncio.Event()  # it is time to look for rivals
+        self._woken = asyncio.Event()  # there may be room for one that waits for its next attempt
+        self._told = False  # that the waiting room is full, since it was empty last
 
-    def lane_of(self, source: str, order: str | bytes) -> Lane:
-        order = order.encode("utf-8", "surrogatepass") if isinstance(order, str) else order
-        return self.lanes[zlib.crc32(order, zlib.crc32(source.encode())) % len(self.lanes)]
-
+    # ---------------------------------------------------------------------------------------------------- what is known
     @property
     def paused(self) -> bool:
         return self._handler.name in self._in_hand.paused
 
-    def go_on(self) -> None:
-        """It is no longer paused."""
-        for lane in self.lanes:
-            lane.wake()
-
-    async def give_back(self) -> None:
-        """What never started, as far as that costs nothing. The rest waits where it is (O14)."""
-        deliveries = [held for lane in self.lanes for held in lane.give_back()] + self.spread.give_back()
-        if deliveries:
-            await self._in_hand.release(deliveries)
-
     @property
-    def running(self) -> int:
-        """How many lanes run something."""
-        return self.spread.running
+    def _health(self) -> HandlerHealth:
+        return self._engine.health(self._handler)
 
     @property
     def idle(self) -> int:
-        """How many lanes have nothing to do; none of a handler that is paused."""
-        return 0 if self.paused else self.spread.unused(sum(lane.free for lane in self.lanes))
+        """How many lanes will have nothing to do; none of a handler that is paused."""
+        free = self.count - self.running
+        return 0 if self.paused else max(min(free, int(self._kept)), free - self.strands.ready)
 
     @property
     def state(self) -> HandlerState:
         """For a report."""
-        room = self.waiting_room
-        return HandlerState(len(self.lanes), self.spread.running, len(room), room.oldest)
+        oldest = self.strands.oldest(asyncio.get_running_loop().time())
+        return HandlerState(self.count, self.running, len(self.strands.rivals), oldest)
 
     @property
     def to_begin(self) -> bool:
         """Whether something is about to begin whose broker counts what is given back as delivered. A saga would not end
         soon, and a handler all of whose messages fail gets nothing done."""
-        in_hand, handler = self._in_hand, self._handler
-        if handler.leased or self.paused or in_hand.outage.lasts or in_hand.engine.health(handler).probing:
+        if self._handler.leased or self.paused or self._in_hand.outage.lasts or self._health.probing:
             return False
-        ready = chain(self.spread.ready, *(lane.ready for lane in self.lanes))
-        return any(held.delivery.epoch.returns_count and not held.abandoned for held in ready)
+        return any(held.delivery.epoch.returns_count and not held.abandoned for held in self.strands.about_to_begin)
 
-    def beyond(self, each: int) -> int:
-        """How many deliveries lie in lanes that have more than `each`, beyond that."""
-        return sum(max(0, lane.load - each) for lane in self.lanes)
+    # --------------------------------------------------------------------------------------------------- what may begin
+    def add(self, held: InFlight, order: tuple[str, object] | None) -> None:
+        if self.strands.add(held, order) and self._idle:  # else a lane looks when it has ended something
+            self.look()
+
+    def keep(self, kept: bool) -> None:
+        """Whether one lane is to stay free for a saga that is about to be taken."""
+        self._kept = kept
+        self.look()
+
+    async def give_back(self) -> None:
+        """What never started, as far as that costs nothing. The rest waits where it is (O14)."""
+        if deliveries := self.strands.give_back():
+            await self._in_hand.release(deliveries)
+
+    def drain(self) -> None:
+        """Wake up all that waits, since `InHand.draining` is set."""
+        for waiter in self._idle:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._idle.clear()
+        self._round.set()
+        self._woken.set()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def look(self) -> None:
+        """Let begin what can. To be called whenever that may have changed, but for what changes with time."""
+        if self._in_hand.draining:
+            return
+        now, health, strands = asyncio.get_running_loop().time(), self._health, self.strands
+        if now - self._swept >= _LOOK_UP:
+            self._swept = now
+            strands.sweep()
+        strands.wake(now)
+        if not strands.full:
+            self._woken.set()
+        strands.let_out(now, probing=health.probing)
+        strands.next_ready(now, health.probing)
+        if now >= strands.round_at and not self.paused:
+            self._round.set()
+        while self._idle and self._may_begin(now, health):
+            if not (begin := self._idle.popleft()).done():  # else it was cancelled
+                self._asking += 1
+                begin.set_result(None)
+        self._look_again(now, health)
+
+    def _may_begin(self, now: float, health: HandlerHealth) -> bool:
+        """Whether one more lane can."""
+        if self.paused or len(self._idle) <= (self._kept and not self.strands.next_is_ours):
+            return False
+        if health.probing:
+            return not self._asking and self._may_probe(now, health) and self.strands.takeable(probing=True) > 0
+        return self.strands.takeable(probing=False) > self._asking
+
+    def _may_probe(self, now: float, health: HandlerHealth) -> bool:
+        """One message at a time, unless what runs hangs."""
+        return now >= health.next_run and (self._probe is None or now >= self._hangs_at)
+
+    def _look_again(self, now: float, health: HandlerHealth) -> None:
+        strands = self.strands
+        if not len(strands):
+            return
+        dues = [now + _LOOK_UP, strands.next_due, strands.round_at]
+        if health.probing:
+            dues += [strands.quarantine.next_out, health.next_run, self._hangs_at]
+        at = min(due for due in dues if due > now)
+        if at < self._timer_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer, self._timer_at = asyncio.get_running_loop().call_at(at, self._on_timer), at
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, math.inf
+        self.look()
+
+    # ----------------------------------------------------------------------------------------------------------- a lane
+    async def work(self) -> None:
+        """One lane. Returns when drained."""
+        PARTY.set(self._handler.name)
+        while await self._may_go_on():
+            await self._run_next()
+
+    async def _may_go_on(self) -> bool:
+        """Once there is something to run; False in a drain."""
+        begin = asyncio.get_running_loop().create_future()
+        self._idle.appendleft(begin)
+        self.look()
+        if not begin.done() and not self._in_hand.draining:
+            self._idle.rotate(-1)
+            self._freed.set()
+            await begin
+        return not self._in_hand.draining
+
+    async def _run_next(self) -> None:
+        async with self._turn():
+            if not (group := self._take()):
+                return
+            outcomes = await self._run(group)
+        await self._conclude(group, outcomes)
+
+    def _turn(self) -> AbstractAsyncContextManager[None]:
+        """A message that runs alone needs none."""
+        if self._health.probing or self._engine.group_size(self._handler) == 1:
+            return nullcontext()
+        return self._turns.of(self._handler.name)
+
+    def _take(self) -> list[InFlight]:
+        self._asking -= 1
+        now, health = asyncio.get_running_loop().time(), self._health
+        if self._in_hand.draining or self.paused:
+            return []
+        if not health.probing:
+            beside = min(self._turns.free, self.count - 1 - self.running)
+            return self.strands.take(self._engine.group_size(self._handler), now, beside=beside)
+        if not self._may_probe(now, health) or not (group := self.strands.take(1, now, probing=True)):
+            return []
+        self._probe, self._hangs_at = group[0], now + failing.HANGS
+        return group
+
+    async def _run(self, group: Sequence[InFlight]) -> list[Outcome]:
+        self.running += 1
+        try:
+            for held in group:
+                if held.due and held.work.misread:
+                    await self._engine.read(held.work)  # it may be readable by now
+                    self.strands.learn(held)
+                if self._on_probation(held):
+                    held.work.suspect()
+            return await self._in_hand.run(group, defer=group[0].strand.waits is Wait.RIVAL)
+        finally:
+            self.running -= 1
+            if self._probe is group[0]:
+                self._probe, self._hangs_at = None, math.inf
+
+    def _on_probation(self, held: InFlight) -> bool:
+        delivery = held.delivery
+        if not delivery.inherited or held.work.call is None:
+            return False
+        return delivery.epoch.on_probation(self._index, self.count, held.strand.order)
+
+    async def _conclude(self, group: Sequence[InFlight], outcomes: Sequence[Outcome]) -> None:
+        """What is to run again waits until it is due, with all that is behind it in its strand (D3, D15); what is busy
+        waits for its rival; and what was not decided has its place again."""
+        now = asyncio.get_running_loop().time()
+        strands, again = dict.fromkeys(held.strand for held in group), set[InFlight]()
+        for held, outcome in zip(group, outcomes, strict=False):
+            match settle(outcome):
+                case Settlement.HOLD:
+                    held.due = now + outcome.due
+                    again.add(held)
+                case Settlement.WAITING_ROOM:
+                    if not self._await_rival(held, now):
+                        held.due = now + _FULL
+                        again.add(held)
+                case _:
+                    if outcome.kind is not OutcomeKind.DUPLICATE and self._on_probation(held):
+                        held.delivery.epoch.passed(self._index, held.strand.order)
+                    self.strands.end(held)
+        for strand in strands:
+            if not strand.taken:
+                continue
+            if strand.line[0] in again:
+                await self._rest(strand)
+            else:
+                self.strands.put_back(strand)
+
+    def _await_rival(self, held: InFlight, now: float) -> bool:
+        """Whether there is room for it. Else it keeps its place, and its order waits with it."""
+        self._told = self._told and self.strands.round_at < math.inf
+        if self.strands.await_rival(held, now):
+            return True
+        if not self._told:
+            source = held.delivery.message.source
+            log.warning("waiting room full, orders wait", source=source, size=capacity.ROOM)
+            self._told = True
+        return False
+
+    async def _rest(self, strand: Strand) -> None:
+        logged = False
+        while self.strands.full and strand.waits is None and not self._in_hand.draining:
+            if not logged:
+                handler, size = self._handler.name, self.strands.retries
+                log.warning("too many retries wait, lane waits", handler=handler, size=size)
+                logged = True
+            self._woken.clear()
+            await self._woken.wait()
+        self.strands.rest(strand, asyncio.get_running_loop().time())
+
+    async def look_for_rivals(self) -> None:
+        """In rounds: what their records decide is settled, with one read for all; what is left is claimed again."""
+        PARTY.set(self._handler.name)
+        while not self._in_hand.draining:
+            await self._round.wait()
+            self._round.clear()
+            now = asyncio.get_running_loop().time()
+            if now < self.strands.round_at or self.paused or self._in_hand.draining:
+                continue
+            if asked := self.strands.round(now):
+                decided = await self._in_hand.replay_committed(asked)
+                await self._conclude([held for held, _ in decided], [outcome for _, outcome in decided])
+                self.strands.claim_again(asked)
+            self.look()
 
 
 class Lanes:
@@ -109,15 +305,11 @@ class Lanes:
         self.in_hand = in_hand
         counts = [capacity.lanes_of(handler, settings) for handler in handlers]
         turns = Turns(sum(counts))
-        self._of: dict[str, HandlerLanes] = {}
-        first = 0
-        for handler, count in zip(handlers, counts, strict=True):
-            self._of[handler.name] = HandlerLanes(handler, in_hand, turns, lanes=count, first=first)
-            first += count + 1
         self.freed = asyncio.Event()
-        for lanes in self._of.values():
-            lanes.spread.freed = self.freed
-        self._places: list[Place] = [place for lanes in self._of.values() for place in lanes.places]
+        self._of = {
+            handler.name: HandlerLanes(handler, in_hand, turns, self.freed, lanes=count, index=index)
+            for index, (handler, count) in enumerate(zip(handlers, counts, strict=True))
+        }
         self._tasks: list[asyncio.Task[None]] = []
         self.finished = asyncio.Event()
 
@@ -139,7 +331,7 @@ class Lanes:
         resumed = self.in_hand.paused - frozenset(handlers)
         self.in_hand.paused = frozenset(handlers)
         for handler in resumed & self._of.keys():
-            self._of[handler].go_on()
+            self._of[handler].look()
         self.freed.set()
 
     async def give_back(self) -> None:
@@ -148,18 +340,12 @@ class Lanes:
             await self._of[handler].give_back()
 
     def dispatch(self, work: Work, delivery: Delivery, session: Session) -> None:
-        in_hand, lanes = self.in_hand, self._of[work.handler.name]
-        order = None if work.call is None or work.leased is not None else work.call.order
-        lane = None if order is None else lanes.lane_of(work.message.source, order)
-        held = InFlight(work, delivery, session, home=lane)
+        in_hand, held = self.in_hand, InFlight(work, delivery, session)
         it = weakref.ref(held)  # which has the work: else only a garbage collection would free the two, and the message
         work.abandoned = lambda: (kept := it()) is None or kept.abandoned or in_hand.draining
-        place = in_hand.add(held, lanes.spread if lane is None or lanes.spread.is_aside(held) else lane)
-        if (
-            work.leased is not None
-        ):  # ours already, and outside the order: what waits here for its end must not delay it
-            place = lanes.spread
-        place.add(held)
+        in_hand.in_flight += 1
+        order = None if work.call is None else work.call.order
+        self._of[work.handler.name].add(held, None if order is None else (work.message.source, order))
 
     @property
     def states(self) -> dict[str, HandlerState]:
@@ -172,7 +358,7 @@ class Lanes:
 
     def keep(self, handler: str, kept: bool) -> None:
         """Whether the next lane of a handler that is free is kept for a saga."""
-        self._of[handler].spread.keep(kept)
+        self._of[handler].keep(kept)
 
     @property
     def closed(self) -> bool:
@@ -181,19 +367,22 @@ class Lanes:
 
     @property
     def keys(self) -> list[bytes]:
-        """The keys in hand, without those that only wait in the waiting room for the owner of their key: after a lost
-        answer the owner may be this process, and then nothing here would go on with the saga."""
-        return self.in_hand.keys(sum((lanes.waiting_room.waiting for lanes in self._of.values()), Counter()))
+        """The keys in hand, without those that only wait for the owner of their key: after a lost answer the owner may
+        be this process, and then nothing here would go on with the saga."""
+        return [key for lanes in self._of.values() for key in lanes.strands.keys]
 
     # --------------------------------------------------------------------------------------------------------- working
     async def work(self) -> None:
         """Run until drained. A bug in one lane ends them all: better a restart than a lane that silently stopped."""
         try:
             async with asyncio.TaskGroup() as group:
-                self._tasks = [
-                    group.create_task(run_on(each.work(), "lane")) for of in self._of.values() for each in of.at_work
-                ]
+                for of in self._of.values():
+                    works = [of.look_for_rivals(), *(of.work() for _ in range(of.count))]
+                    self._tasks += [group.create_task(run_on(work, "lane")) for work in works]
         finally:
+            self.in_hand.draining = True  # whatever has ended it: nothing begins any more
+            for lanes in self._of.values():
+                lanes.drain()
             self.finished.set()
 
     def cancel(self) -> None:
@@ -214,9 +403,9 @@ class Lanes:
     def drain(self) -> None:
         """Start nothing new; `work` returns when what runs has been settled. Sagas are released at once."""
         self.in_hand.drain()
-        for place in self._places:
-            place.drain()
+        for lanes in self._of.values():
+            lanes.drain()
 
     async def release(self) -> None:
         """Give back what never started."""
-        await self.in_hand.release([held for place in self._places for held in place.clear()])
+        await self.in_hand.release([held for lanes in self._of.values() for held in lanes.strands.clear()])

@@ -16,9 +16,40 @@ from idemconsumer.engine.failing import Subject
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import NotReadNow
 from idemconsumer.ports.broker import Delivery, Session
+from idemconsumer.rules import breaker as failing
 from idemconsumer.user_code.cancellation import end
 from idemconsumer.worker.lanes import Lanes
-from idemconsumer.worker.probe import Probe
+
+
+class _Probe:
+    """Whose turn it is while all messages of a handler fail (D17): one's at a time, unless what runs hangs."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[Callable[[], None]]:
+        """Call what it gives when the message begins: if that hangs, the turn passes on meanwhile."""
+        await self._lock.acquire()
+        timer: asyncio.TimerHandle | None = None
+        passed = False
+
+        def begun() -> None:
+            nonlocal timer
+            timer = asyncio.get_running_loop().call_later(failing.HANGS, pass_on)
+
+        def pass_on() -> None:
+            nonlocal passed
+            passed = True
+            self._lock.release()
+
+        try:
+            yield begun
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if not passed:
+                self._lock.release()
 
 
 class _Turns:
@@ -26,7 +57,7 @@ class _Turns:
 
     def __init__(self, lanes: int) -> None:
         self.many = asyncio.Semaphore(lanes)
-        self.one = {failed: Probe() for failed in (False, True)}
+        self.one = {failed: _Probe() for failed in (False, True)}
 
 
 class Readings:
@@ -156,7 +187,7 @@ class Readings:
     async def _turn(self, work: Work) -> AsyncIterator[None]:
         handler, failed = work.handler, work.put_by > 0
         if (turns := self._turns.get(handler.name)) is None:
-            turns = self._turns[handler.name] = _Turns(len(self._lanes.of(handler.name).lanes))
+            turns = self._turns[handler.name] = _Turns(self._lanes.of(handler.name).count)
         if failed or self._engine.health(handler).probing:
             async with turns.one[failed].turn() as begun:
                 if (health := self._engine.health(handler)).probing:

@@ -30,9 +30,10 @@ async def standing(lanes: Lanes | None, feeds: Sequence[Feed]) -> WorkerStanding
     now, resting, dues, rivals = asyncio.get_running_loop().time(), 0, list[float](), dict[bytes, None]()
     waiting = 0
     for of in lanes.all:
-        aside, due = of.spread.resting
-        resting, waiting = resting + aside, waiting + len(of.waiting_room)
-        rivals |= dict.fromkeys(of.waiting_room.waiting)
+        strands = of.strands
+        aside, due = strands.resting
+        resting, waiting = resting + aside, waiting + len(strands.rivals)
+        rivals |= dict.fromkeys(held.key for held in strands.rivals if not held.running)
         if due is not None:
             dues.append(due)
     due = min(dues, default=None)

@@ -138,7 +138,7 @@ class Steering:
                 "queues": [handler.own_source, handler.retry_source],
                 "lag": {each.source: lag[each.source] for each in handler.subscriptions if each.source in lag},
                 "paused": handler.name in self._pauses,
-                "lanes": 0 if lanes is None else len(lanes.of(handler.name).lanes),
+                "lanes": 0 if lanes is None else lanes.of(handler.name).count,
                 "relays": self._relays,
                 "running": 0 if lanes is None else lanes.of(handler.name).running,
                 "conditions": [] if self._conditions is None else self._conditions.of(handler),

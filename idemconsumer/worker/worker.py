@@ -389,7 +389,7 @@ class Worker:
             handler = handlers[source]
             its = lanes.of(handler.name)
             each = per_lane(engine.group_size(handler), engine.seconds(handler))
-            return in_lanes(len(its.lanes) * each, its.beyond(each))
+            return in_lanes(its.count * each, its.strands.beyond(each))
 
         return Bounds(
             lanes=sum(capacity.lanes_of(handler, settings) for handler in distinct),

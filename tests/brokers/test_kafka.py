@@ -75,7 +75,7 @@ async def test_a_record_becomes_a_message_that_says_where_it_came_from(world: Wo
     assert (tombstone.message.body, tombstone.message.order_hint) == (b"", b"gone")
     assert tombstone.message.tombstone
     assert first.epoch is tombstone.epoch
-    assert first.epoch.on_probation(lane=0)
+    assert first.epoch.on_probation(0, lanes=1)
 
 
 @pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])

@@ -90,7 +90,7 @@ async def test_what_is_held_has_the_key_that_it_is_stored_under_whatever_the_key
     assert await session.fetch() == []
     outcome = await two.run(work)
     assert outcome.kind is (OutcomeKind.APPLIED if rule == "another" else OutcomeKind.DEAD)
-    hands.in_hand.forget([hands.of("book").spread.clear()[0]])
+    hands.in_hand.forget([hands.of("book").strands.clear()[0]])
     assert (hands.keys, hands.in_hand.in_flight) == ([], 0)
 
 

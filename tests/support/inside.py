@@ -91,7 +91,7 @@ def nothing_in_flight(worker: Worker) -> bool:
 def waiting_room(worker: Worker, handler: str) -> list[Any]:
     """What of this handler waits for a rival elsewhere than in its lane."""
     lanes = lanes_if_any(worker)
-    return [] if lanes is None else list(lanes.of(handler).waiting_room._deliveries)
+    return [] if lanes is None else list(lanes.of(handler).strands.rivals)
 
 
 def in_memory(broker: MemoryBroker, name: str) -> deque[Any]:

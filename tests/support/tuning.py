@@ -77,7 +77,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "lane_room": at("worker.capacity.ROOM"),  # a number
     "turn_look_pause": at("worker.turns._LOOK"),
     "turn_patience": at("worker.turns._PATIENCE"),
-    "spread_bytes": at("worker.spread._MOST_BYTES"),  # a number
+    "spread_bytes": at("worker.strands._MOST_BYTES"),  # a number
     "delivery_log_pause": at("engine.delivery_log._PAUSE"),
     "delivery_log_farewell": at("engine.delivery_log._FAREWELL"),
     "schedule_retry_pause": at("worker.schedule_starter._AGAIN"),

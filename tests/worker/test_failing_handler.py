@@ -51,7 +51,7 @@ class Service:
 
 
 def lanes_at_work(running: Running) -> int:
-    return lanes_of(running.worker).of("handle").spread.running
+    return lanes_of(running.worker).of("handle").running
 
 
 @pytest.mark.parametrize("order", [None, "entity"])

@@ -15,7 +15,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.ports.broker import Delivery, Epoch
 from idemconsumer.ports.observer import NullObserver, Point
 from idemconsumer.worker.in_flight import InFlight, InHand
-from idemconsumer.worker.lane import Lane
+from idemconsumer.worker.lanes import HandlerLanes
 from tests.support.inside import draining, in_flight, in_memory
 from tests.support.tuning import tuned
 from tests.support.workers import Bench, Item, note
@@ -268,10 +268,10 @@ async def test_a_lane_that_is_cancelled_from_inside_ends_the_worker(
     async def handle(item: Item, tx: Tx) -> None:
         await note(tx, item)
 
-    async def cancelled(self: Lane) -> None:
+    async def cancelled(self: HandlerLanes) -> None:
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(Lane, "work", cancelled)
+    monkeypatch.setattr(HandlerLanes, "work", cancelled)
     with pytest.raises(RuntimeError, match="a lane was cancelled"):
         await bench.until_empty(app)
 

@@ -12,20 +12,23 @@ import aio_pika
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
-from idemconsumer import App, Message, Retry, Tx, idempotent_handler
+from idemconsumer import App, Message, Outcome, OutcomeKind, Retry, Tx, idempotent_handler
 from idemconsumer.brokers.kafka.kafka_broker import KafkaBroker
 from idemconsumer.engine.work import Work
 from idemconsumer.ports.broker import Delivery, Epoch, Outgoing
 from idemconsumer.ports.observer import NullObserver
-from idemconsumer.worker import lane as lanes
+from idemconsumer.rules.breaker import IN_A_ROW, HandlerHealth
 from idemconsumer.worker.feed import _Kind, _kind
-from idemconsumer.worker.in_flight import InFlight, InHand
-from idemconsumer.worker.spread import Spread
+from idemconsumer.worker.in_flight import InFlight, InHand, Strand
+from idemconsumer.worker.lanes import HandlerLanes
+from idemconsumer.worker.strands import Strands
+from idemconsumer.worker.turns import Turns
 from tests.support.inside import in_flight, in_memory
 from tests.support.kafka import create_topic
 from tests.support.logs import LogCapture, times
 from tests.support.servers.made import Server
 from tests.support.tuning import tuned
+from tests.support.waiting import PATIENCE, until
 from tests.support.workers import Bench, Item, body, note
 
 LONG = "30s, 30s"  # a backoff that no test waits for
@@ -200,35 +203,43 @@ async def test_only_so_many_may_wait_aside(bench: Bench, logged: LogCapture, mon
     assert len(in_memory(bench.broker, "q")) == 20
 
 
-# ------------------------------------------------------------------------------------------------------------ one place
-class Lane:
-    """Takes."""
+async def test_a_lane_that_waits_for_room_goes_on_when_a_session_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tuned(monkeypatch, lane_room=2)
+    place, lost, applied = Place(NoFailures()), Epoch(), asyncio.Event()
 
-    def __init__(self) -> None:
-        self.queue: list[InFlight] = []
-        self.woken = 0
+    async def run(group: Sequence[InFlight], **_: object) -> list[Outcome]:
+        if names(group) == "d":
+            applied.set()
+            return [Outcome(OutcomeKind.APPLIED)]
+        return [Outcome(OutcomeKind.RETRYING, due=60.0, attempt=1)]
 
-    def add(self, held: InFlight) -> None:
-        self.queue.append(held)
+    monkeypatch.setattr(place.in_hand, "run", run)
+    lanes = HandlerLanes(place.bound, place.in_hand, Turns(1), asyncio.Event(), lanes=1, index=0)
+    place.strands = lanes.strands
+    working = asyncio.create_task(lanes.work())
+    place.add(*"abc", epoch=lost)
+    lanes.look()
+    await until(lambda: lanes.strands.full, "two wait")
+    place.add("d")
+    lost.end()
+    await asyncio.wait_for(applied.wait(), PATIENCE)
+    place.in_hand.draining = True
+    lanes.drain()
+    await working
 
-    def wake(self) -> None:
-        self.woken += 1
 
-    def drain(self) -> None: ...
-
-    def clear(self) -> list[InFlight]:
-        return []
-
-
+# ---------------------------------------------------------------------------------------------------------- one handler
 @idempotent_handler("memory:q", key="id")
 async def anything(item: Item, tx: Tx) -> None: ...
 
 
 class Place:
-    def __init__(self, lanes: int = 4) -> None:
-        nobody: Any = None
-        self.in_hand = InHand(nobody, NullObserver())
-        self.spread = Spread(self.in_hand, 10, index=9, lanes=lanes)
+    def __init__(self, ledger: NoFailures | None = None) -> None:
+        engine: Any = ledger or NoFailures()
+        self.in_hand = InHand(engine, NullObserver())
+        self.strands = Strands(engine, self.in_hand.forget, 10)
         self.bound = anything.plan.bind("spread")
 
     def add(
@@ -239,13 +250,38 @@ class Place:
         for name in names:
             message = Message("memory:q", body(Item(name)), headers or {})
             held = InFlight(Work.of(self.bound, message), Delivery(message, epoch or Epoch()), nobody)
-            self.in_hand.add(held, self.spread).add(held)
+            self.in_hand.in_flight += 1
+            self.strands.add(held, None)
             arrived.append(held)
         return arrived
 
+    def take(self, size: int, *, beside: int = 0) -> list[InFlight]:
+        return self.strands.take(size, 0.0, beside=beside)
 
-def _none(held: InFlight) -> list[InFlight]:
-    return []
+    def rest(self, held: InFlight) -> None:
+        held.due = 30.0
+        self.strands.rest(held.strand, 0.0)
+
+
+class NoFailures:
+    """What is seen of an engine."""
+
+    def health(self, handler: object) -> HandlerHealth:
+        return HandlerHealth()
+
+    def group_size(self, handler: object) -> int:
+        return 1
+
+    def has_failed(self, work: Work) -> bool:
+        return False
+
+    def failed_beside(self, work: Work) -> int:
+        return 0
+
+
+class FailingTenant(NoFailures):
+    def failed_beside(self, work: Work) -> int:
+        return IN_A_ROW if work.call is not None and work.call.key.isupper() else 0
 
 
 def names(deliveries: Sequence[InFlight]) -> str:
@@ -253,90 +289,94 @@ def names(deliveries: Sequence[InFlight]) -> str:
 
 
 def test_lanes_with_nothing_to_do_get_as_much_as_far_as_they_may_run() -> None:
-    place, lane = Place(lanes=4), Lane()
+    place = Place()
     place.add(*"abcdefghijkl")
-    assert names(place.spread.take(lane, 32, turns=9)) == "abc"
-    place.spread.running = 1
-    assert names(place.spread.take(lane, 32, turns=1)) == "defgh", "one more may open a group"
-    place.spread.running = 3
-    assert names(place.spread.take(lane, 2, turns=9)) == "ij", "no more than a group"
-    assert names(place.spread.take(lane, 32, turns=9)) == "kl"
+    assert names(place.take(32, beside=3)) == "abc"
+    assert names(place.take(32, beside=1)) == "defgh", "one more may open a group"
+    assert names(place.take(2)) == "ij", "no more than a group"
+    assert names(place.take(32)) == "kl"
 
 
-async def test_what_its_broker_has_taken_back_is_in_nobodys_way() -> None:
-    place, lane, lost = Place(), Lane(), Epoch()
+def test_one_lane_alone_tries_a_tenant_that_fails_while_there_is_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages may hang."""
+    place = Place(FailingTenant())
+    place.add(*"ABCDEFGabcdefg")
+    monkeypatch.setattr(Work, "tenant", "t")
+    taken = names([place.take(1)[0] for _ in range(8)])
+    assert "".join(filter(str.islower, taken)) == "abcdefg"
+    assert names(place.take(1)).isupper(), "there is nothing else"
+
+
+def test_what_its_broker_has_taken_back_is_in_nobodys_way() -> None:
+    place, lost = Place(), Epoch()
     (first,) = place.add("a", epoch=lost)
-    (taken,) = place.spread.take(lane, 8, turns=9)
-    first.due = asyncio.get_running_loop().time() + 30.0
-    await place.spread.step_aside(taken, _none)
-    assert (list(place.spread.ready), lost.waiting) == ([], 1)
+    assert place.take(8) == [first]
+    place.rest(first)
+    assert (place.strands.ready, lost.waiting) == (0, 1)
     lost.end()
     (again,) = place.add("a")
     assert (lost.waiting, place.in_hand.in_flight) == (0, 1)
-    assert place.spread.take(lane, 8, turns=9) == [again]
+    assert place.take(8) == [again]
 
 
 def test_one_that_was_taken_back_before_it_ran_leaves_its_place_to_those_behind_it() -> None:
-    place, lane, lost = Place(), Lane(), Epoch()
+    place, lost = Place(), Epoch()
     place.add("a", epoch=lost)
     (again,) = place.add("a")
     lost.end()
-    assert place.spread.take(lane, 8, turns=9) == [again]
+    assert place.take(8) == [again]
     assert place.in_hand.in_flight == 1
 
 
-async def test_all_that_waits_is_given_back() -> None:
-    place, lane = Place(), Lane()
+def test_all_that_waits_is_given_back() -> None:
+    place = Place()
     given = [*place.add(*"abca"), *place.add("a")]
-    aside = place.spread.take(lane, 1, turns=0)[0]
-    aside.due = asyncio.get_running_loop().time() + 30.0
-    behind, lane.queue = lane.queue, []
-    await place.spread.step_aside(aside, lambda _: behind)
-    assert set(place.spread.clear()) == set(given)
+    (aside,) = place.take(1)
+    place.rest(aside)
+    place.take(1)
+    assert set(place.strands.clear()) == set(given)
     assert aside.delivery.epoch.waiting == 0
 
 
 async def test_only_so_many_bytes_may_wait_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers count as the body does."""
-    place, lane, headers = Place(), Lane(), {"large": "x" * 1_000}
+    place, headers = Place(), {"large": "x" * 1_000}
     tuned(monkeypatch, spread_bytes=2_000)
     place.add(*"abc", headers=headers)
-    first, second, third = (place.spread.take(lane, 1, turns=0)[0] for _ in range(3))
-    for each in (first, second, third):
-        each.due = asyncio.get_running_loop().time() + 30.0
-    await place.spread.step_aside(first, _none)
-    await place.spread.step_aside(second, _none)
-    waiting = asyncio.create_task(place.spread.step_aside(third, _none))
-    await asyncio.sleep(0)
-    assert (waiting.done(), third.delivery.epoch.waiting) == (False, 0), "its lane waits"
-    place.spread._due(first)
-    await waiting
-    assert [each.delivery.epoch.waiting for each in (first, second, third)] == [0, 1, 1]
-    place.spread.clear()
+    first, second, third = (place.take(1)[0] for _ in range(3))
+    place.rest(first)
+    assert not place.strands.full
+    place.rest(second)
+    assert place.strands.full
+    assert place.strands.wake(30.0)
+    assert not place.strands.full
+    assert [each.delivery.epoch.waiting for each in (first, second, third)] == [0, 0, 0]
 
 
 def test_after_an_assignment_as_many_are_suspects_as_all_lanes_could_run() -> None:
     epoch = Epoch(probation=2)
     for _ in range(6):
         assert epoch.on_probation(9, 3)
-        epoch.passed(9, 3)
+        epoch.passed(9)
     assert not epoch.on_probation(9, 3)
-    assert epoch.on_probation(1), "a lane with an order has its own"
+    assert epoch.on_probation(1, 3), "another handler has its own"
+
+
+def test_of_one_order_as_many_are_suspects_as_one_lane_could_run() -> None:
+    """Also where all that had come of it has ended before the next one comes."""
+    epoch = Epoch(probation=2)
+    for _ in range(2):
+        assert epoch.on_probation(9, 3, "order")
+        epoch.passed(9, "order")
+    assert not epoch.on_probation(9, 3, "order")
+    assert epoch.on_probation(9, 3, "other")
 
 
 @pytest.mark.parametrize("inherited", [False, True])
 def test_nobody_is_a_suspect_but_what_is_inherited(inherited: bool) -> None:
-    nothing: Any = None
-    lane = lanes.Lane(1, nothing, nothing, nothing, nothing, nothing, nothing)
+    in_hand: Any = InHand(cast(Any, None), NullObserver())
+    lanes = HandlerLanes(anything.plan.bind("spread"), in_hand, cast(Any, None), asyncio.Event(), lanes=1, index=1)
     delivery = Delivery(Message("kafka:t", b""), Epoch(probation=1), inherited=inherited)
-    held = cast(Any, SimpleNamespace(ordered=True, work=SimpleNamespace(call=b""), delivery=delivery))
-    assert lane._on_probation(held) == inherited
+    held = cast(Any, SimpleNamespace(strand=Strand(None), work=SimpleNamespace(call=b""), delivery=delivery))
+    assert lanes._on_probation(held) == inherited
     assert (_kind(delivery) is _Kind.SUSPECT) == inherited
-
-
-def test_lanes_that_take_from_one_place_share_how_many_are_suspects() -> None:
-    shared: Any = SimpleNamespace(index=9, lanes=3)
-    nothing: Any = None
-    lane = lanes.Lane(1, nothing, nothing, shared, nothing, nothing, nothing)
-    free, ordered = cast(Any, SimpleNamespace(ordered=False)), cast(Any, SimpleNamespace(ordered=True))
-    assert (lane._budget(free), lane._budget(ordered)) == ((9, 3), (1, 1))
