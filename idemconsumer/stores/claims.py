@@ -56,6 +56,7 @@ from idemconsumer.user_code.cancellation import uninterrupted
 _GROUP_LOCK_TIMEOUT: Final = "50ms"  # G12: a group that waits for another lane's rows is better rerun smaller
 
 _RESET: Final = "session reset, a function, trigger or view had changed its settings"
+_LATELY: Final = 30.0  # seconds: during an outage some lane tries again every two seconds, or is frozen for longer
 _GATE_TIMEOUT: Final = "30s"  # J22: long enough for the groups ahead, each of which is bounded
 
 
@@ -391,8 +392,9 @@ class PostgresClaims:
                 await connection.simple(b"; ".join(alone))
             except psycopg.Error as again:
                 return self._ours(again)
-            if self._pool.missed_at >= self._began and isinstance(ours := self._ours(error), StoreChanged):
-                return ours  # others have met it meanwhile, and it is back by now
+            met_lately = self._pool.missed_at >= self._began - _LATELY
+            if met_lately and isinstance(ours := translate(connection, error, ours=True), StoreChanged):
+                return ours  # others have met it, too, and it is back by now
         return cause
 
     async def _reset(self) -> None:

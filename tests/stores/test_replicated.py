@@ -304,7 +304,7 @@ async def test_what_a_handlers_own_statements_lack_is_its_failure(ledger: Ledger
     assert (ledger.effects, [reason for reason, _ in ledger.letters]) == ([], ["attempts_exhausted"] * 2)
 
 
-@pytest.mark.parametrize("whose", ["ours", "its own"])
+@pytest.mark.parametrize("whose", ["ours", "ours, met before", "its own"])
 async def test_what_others_have_met_may_be_back_when_it_is_asked_for(
     ledger: Ledger, store: PostgresStore, monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
@@ -313,22 +313,31 @@ async def test_what_others_have_met_may_be_back_when_it_is_asked_for(
     if whose == "its own":
         ledger.run(VIOLATED)
 
+    async def met() -> None:
+        ledger.run("alter function idemconsumer.seal(text) rename to gone")
+        with pytest.raises(StoreChanged):
+            await engine.run(works(_writes, "another"))
+
     async def mended(session: PoolSession) -> None:
-        if whose == "ours":
+        if whose != "its own":
             ledger.run("alter function idemconsumer.gone(text) rename to seal")
         await rollback(session)
 
     @idempotent_handler(SOURCE, key="id", max_attempts=1)
     async def meets(item: dict[str, str], tx: Tx) -> None:
         await tx.execute("insert into witness (id) values (%s)", (item["id"],))
-        ledger.run("alter function idemconsumer.seal(text) rename to gone")
-        with pytest.raises(StoreChanged):
-            await engine.run(works(_writes, "another"))
+        if whose == "ours, met before":
+            ledger.run("alter function idemconsumer.seal(text) rename to gone")
+        else:
+            await met()
         if whose == "its own":
             ledger.run("alter function idemconsumer.gone(text) rename to seal")
         monkeypatch.setattr(PoolSession, "rollback", mended)
 
-    if whose == "ours":
+    if whose == "ours, met before":
+        await met()
+        ledger.run("alter function idemconsumer.gone(text) rename to seal")
+    if whose != "its own":
         with pytest.raises(StoreChanged, match="does not exist"):
             await engine.run(works(meets, "a"))
     else:
