@@ -70,7 +70,8 @@ class Strand:
     """`line`: its deliveries, the first one first. `taken`: a lane has it, or a round. `ready`: it is in the heap.
 
     `since` when it `waits`, and `due`: when it runs again, if that is for its next attempt. `permitted`: its first one
-    may run once more although it has failed and its handler is probed (D17).
+    may run once more although it has failed and its handler is probed (D17). `deferred`: its first one has met a rival,
+    and from then on is claimed without waiting for it (D5).
     """
 
     order: Hashable | None
@@ -82,6 +83,7 @@ class Strand:
     due: float = 0.0
     bytes: int = 0
     permitted: bool = False
+    deferred: bool = False
 
 
 class InHand:

@@ -27,7 +27,7 @@ from idemconsumer.settings import Settings
 from idemconsumer.stores.sharing import PARTY
 from idemconsumer.user_code.cancellation import run_on
 from idemconsumer.worker import capacity
-from idemconsumer.worker.in_flight import InFlight, InHand, Strand, Wait
+from idemconsumer.worker.in_flight import InFlight, InHand, Strand
 from idemconsumer.worker.strands import Strands
 from idemconsumer.worker.turns import Turns
 
@@ -211,6 +211,7 @@ class HandlerLanes:
         if not self._may_probe(now, health) or not (group := self.strands.take(1, now, probing=True)):
             return []
         self._probe, self._hangs_at = group[0], now + failing.HANGS
+        self._look_again(now, health)
         return group
 
     async def _run(self, group: Sequence[InFlight]) -> list[Outcome]:
@@ -222,7 +223,7 @@ class HandlerLanes:
                     self.strands.learn(held)
                 if self._on_probation(held):
                     held.work.suspect()
-            return await self._in_hand.run(group, defer=group[0].strand.waits is Wait.RIVAL)
+            return await self._in_hand.run(group, defer=group[0].strand.deferred)
         finally:
             self.running -= 1
             if self._probe is group[0]:
@@ -247,18 +248,21 @@ class HandlerLanes:
                 case Settlement.WAITING_ROOM:
                     if not self._await_rival(held, now):
                         held.due = now + _FULL
+                        # What has an order would be overtaken by those behind it.
+                        held.strand.deferred |= held.strand.order is None
                         again.add(held)
                 case _:
-                    if outcome.kind is not OutcomeKind.DUPLICATE and self._on_probation(held):
+                    ran = held.running and outcome.kind is not OutcomeKind.DUPLICATE
+                    if ran and self._on_probation(held):
                         held.delivery.epoch.passed(self._index, held.strand.order)
                     self.strands.end(held)
-        for strand in strands:
-            if not strand.taken:
-                continue
-            if strand.line[0] in again:
-                await self._rest(strand)
-            else:
+        left = [strand for strand in strands if strand.taken]
+        failed = [strand for strand in left if strand.line[0] in again]
+        for strand in left:
+            if strand.line[0] not in again:
                 self.strands.put_back(strand)
+        for strand in failed:  # this may wait, and by then another lane may have what is not held here
+            await self._rest(strand)
 
     def _await_rival(self, held: InFlight, now: float) -> bool:
         """Whether there is room for it. Else it keeps its place, and its order waits with it."""
@@ -279,6 +283,7 @@ class HandlerLanes:
                 log.warning("too many retries wait, lane waits", handler=handler, size=size)
                 logged = True
             self._woken.clear()
+            self.look()  # for the other lanes
             await self._woken.wait()
         self.strands.rest(strand, asyncio.get_running_loop().time())
 
@@ -294,7 +299,7 @@ class HandlerLanes:
             if asked := self.strands.round(now):
                 decided = await self._in_hand.replay_committed(asked)
                 await self._conclude([held for held, _ in decided], [outcome for _, outcome in decided])
-                self.strands.claim_again(asked)
+                self.strands.claim_again(asked, probing=self._health.probing)
             self.look()
 
 

@@ -117,8 +117,10 @@ class Strands:
                     break
                 held.running = True
                 group.append(held)
-            after = self.next_ready(now, probing) if most > 0 and len(group) < size else None
-            may_join = after is not None and after.waits is strand.waits and not after.line[0].due
+            # Nor would others wait with one that may hang (D17), or is claimed otherwise.
+            alone = most == 0 or len(group) == size or strand.permitted
+            after = None if alone else self.next_ready(now, probing)
+            may_join = after is not None and after.deferred is strand.deferred and not after.line[0].due
             strand = self._pop() if may_join else None
         return group
 
@@ -189,10 +191,13 @@ class Strands:
                 del self._of_order[strand.order]
 
     def put_back(self, strand: Strand) -> None:
-        """Its lane, or its round, has left something of it, which has its place again."""
+        """Its lane, or its round, has left something of it, which has its place again; but what waits for a rival goes
+        on waiting for it, since nothing has decided it."""
         self._leave(strand)
-        self._go_on(strand)
-        self._queue(strand, strand.line[0].number)
+        if strand.waits is Wait.RIVAL:
+            self._queue_last(strand)
+        else:
+            self._queue(strand, strand.line[0].number)
 
     def rest(self, strand: Strand, now: float) -> None:
         """Its first one is tried again when it is due, and what is behind it waits with it."""
@@ -264,6 +269,7 @@ class Strands:
             if sum(each.delivery.message.source == source for each in self.rivals) >= self._room:
                 return False
             strand = strand if strand.order is None else self._split(held)
+        strand.deferred = True
         if not self._waiting[Wait.RIVAL]:
             self._in_vain, self._one_left, self.round_at = 0, False, now + _FIRST
         self._wait(strand, Wait.RIVAL, now)
@@ -293,12 +299,14 @@ class Strands:
             self.round_at = math.inf
         return asked
 
-    def claim_again(self, asked: Iterable[InFlight]) -> None:
-        """What is undecided of them can run, behind all that is ready."""
-        for strand in dict.fromkeys(held.strand for held in asked):
-            if strand.line and strand.taken:
-                self._leave(strand)
-                self._queue_last(strand)
+    def claim_again(self, asked: Iterable[InFlight], *, probing: bool = False) -> None:
+        """What is undecided of them can run, behind all that is ready; one alone while the handler is probed, so that
+        they do not take the turns of those that have not failed."""
+        undecided = [strand for strand in dict.fromkeys(held.strand for held in asked) if strand.line and strand.taken]
+        for strand in undecided:
+            self._leave(strand)
+        for strand in undecided[: 1 if probing else None]:
+            self._queue_last(strand)
 
     @property
     def rivals(self) -> Sequence[InFlight]:

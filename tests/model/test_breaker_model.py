@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from itertools import pairwise
@@ -13,18 +13,18 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from idemconsumer import Tx, idempotent_handler
 from idemconsumer.engine.failing import Failing, Subject
 from idemconsumer.engine.work import Work
 from idemconsumer.message.message import Message
 from idemconsumer.ports.broker import Delivery, Epoch
 from idemconsumer.ports.observer import NullObserver
-from idemconsumer.rules.breaker import AGAIN, NEXT
+from idemconsumer.rules.breaker import AGAIN, HANGS, NEXT
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.settings import Settings
 from idemconsumer.worker.capacity import ROOM
 from idemconsumer.worker.in_flight import InHand
 from idemconsumer.worker.lanes import Lanes
+from tests.model.virtual_time import Loop, free, of_tenants, ordered
 from tests.support.workers import Item, body
 
 RUN = 0.01  # seconds that a handler takes
@@ -33,41 +33,6 @@ KINDS = st.sampled_from(["bad", "bad", "bad", "hang", "good"])
 MESSAGES = st.lists(st.tuples(KINDS, st.integers(0, 7)), max_size=40)
 BACKLOGS = st.lists(st.tuples(KINDS, st.integers(0, 7)), min_size=12, max_size=40)
 PROFILE = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-class Loop(asyncio.SelectorEventLoop):
-    """Whoever waits makes time pass."""
-
-    now = 0.0
-
-    def __init__(self) -> None:
-        super().__init__(_Selector(self))
-
-    def time(self) -> float:
-        return self.now
-
-
-class _Selector(selectors.SelectSelector):
-    def __init__(self, loop: Loop) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert timeout is not None, "nothing would ever happen"
-        self._loop.now += max(timeout, 1e-6)
-        return super().select(0)
-
-
-@idempotent_handler("memory:q", key="id")
-async def free(item: Item, tx: Tx) -> None: ...
-
-
-@idempotent_handler("memory:q", key="id", order_by="entity")
-async def ordered(item: Item, tx: Tx) -> None: ...
-
-
-@idempotent_handler("memory:q", key="id", tenant="entity")
-async def of_tenants(item: Item, tx: Tx) -> None: ...
 
 
 class World:
@@ -297,6 +262,22 @@ def test_those_that_hang_hold_up_the_good_ones_for_no_longer_than_the_lanes_take
     of = items([*[("hang", 0)] * 24, ("good", 0)])
     world = World(of)
     in_virtual_time(world, world.until_applied(kinds(of, "good"), within=24 / 8 * TIMEOUT + 2.0))
+
+
+def test_one_that_hangs_delays_the_next_one_by_a_quarter_of_a_second() -> None:
+    world = World([], lanes=16, up=0.5)
+
+    async def scenario() -> None:
+        world.queue += items([("good", 0)] * 8)  # which fail until then
+        await asyncio.sleep(0.45)
+        world.up = math.inf
+        world.queue += items([("hang", 0)] * 6)
+        await asyncio.sleep(TIMEOUT)
+        begun = [at for name, at, _ in world.begun if name.startswith("hang")]
+        assert len(begun) == 6
+        assert max(later - at for at, later in pairwise(begun)) < HANGS + 0.05
+
+    in_virtual_time(world, scenario())
 
 
 def test_where_all_hang_as_many_as_lanes_are_tried_and_then_one_at_a_time() -> None:

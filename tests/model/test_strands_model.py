@@ -34,7 +34,7 @@ ORDERED: Final = (Given("a", "x", fails=1), Given("b", "x", busy=1), Given("c", 
 OF_ONE_KEY: Final = (Given("a", "x", fails=1), Given("a", "y"), Given("b", "y", busy=1), Given("a", None))
 TAKEN_BACK: Final = (Given("a", "x", epoch=1, fails=1), Given("b", "x", epoch=1), Given("a", "x"), Given("b", "x"))
 FREE: Final = (Given("a", None, busy=1), Given("b", None, fails=2), Given("a", None), Given("c", None))
-RIVALS: Final = (Given("a", "x", epoch=1, fails=1, busy=1), Given("b", None, epoch=1, busy=1), Given("a", "x"))
+RIVALS: Final = (Given("a", "x", epoch=1, fails=1, busy=1), Given("a", "x"), Given("b", "x"))
 
 
 @idempotent_handler("memory:q", key="id", order_by="entity")
@@ -66,6 +66,8 @@ class Station:
         self.busy = [each.busy for each in given]
         self.lanes: list[list[InFlight]] = [[] for _ in range(LANES)]
         self.asked: list[InFlight] = []  # of a round that reads their records
+        self.met = set[InFlight]()  # a rival
+        self.was_away = False  # the database
         self.now = 0.0
         for action in way:
             self.act(action)
@@ -82,6 +84,8 @@ class Station:
                 yield f"take {lane}"
             if group:
                 yield f"ends {lane}"
+                if not self.was_away and group[0].strand.deferred:
+                    yield f"outage {lane}"
                 if self.fails[self._number(group[0])]:
                     yield f"fails {lane}"
                 if self.busy[self._number(group[0])]:
@@ -131,8 +135,9 @@ class Station:
             self.asked = []
 
     def _end(self, what: str, group: list[InFlight]) -> None:
-        """All of it, or, since the first one fails or is busy, nothing."""
+        """All of it, or, since the first one fails or is busy, or the database is away, nothing."""
         strands = dict.fromkeys(held.strand for held in group)
+        self.was_away |= what == "outage"
         if what == "ends":
             for held in group:
                 self.strands.end(held)
@@ -140,9 +145,10 @@ class Station:
         elif what == "fails":
             self.fails[self._number(group[0])] -= 1
             group[0].due = self.now + MINUTE
-        else:
+        elif what == "busy":
             self.busy[self._number(group[0])] -= 1
             self.strands.await_rival(group[0], self.now)
+            self.met.add(group[0])
         for strand in strands:
             if strand.taken and strand.line[0] is group[0] and what == "fails":
                 self.strands.rest(strand, self.now)
@@ -157,7 +163,7 @@ class Station:
         strands = [
             (
                 tuple(map(number, strand.line)),
-                (strand.order, strand.taken, strand.ready, strand.waits, strand.due <= self.now),
+                (strand.order, strand.taken, strand.ready, strand.waits, strand.due <= self.now, strand.deferred),
             )
             for strand in known
         ]
@@ -168,12 +174,16 @@ class Station:
         ended = tuple(map(number, self.done)), frozenset(map(number, self.gone)), self.epochs[1].retiring
         due = tuple(held.due > 0 for held in self.held)
         lines = repr(strands), repr(heap), repr(later), repr(keys), lanes, tuple(map(number, self.asked))
-        return *lines, ended, due, *self.fails, *self.busy
+        return *lines, ended, due, self.was_away, *self.fails, *self.busy
 
     @property
     def broken(self) -> str | None:
         """A promise that does not hold."""
         running = [held for group in self.lanes for held in group]
+        if any(not held.strand.deferred for held in running if held in self.met):
+            return "a lane waits for a rival again"
+        if any(held.strand.deferred is not group[0].strand.deferred for group in self.lanes for held in group):
+            return "a lane does not wait for a rival at all"
         if any(held.due > self.now for held in running):
             return "one that has failed runs before it is due"
         if any(held.running != (held in running) for strand in self.strands._all for held in strand.line):
