@@ -1,4 +1,4 @@
-"""From deliveries to outcomes, in joined mode: one transaction for a group, and every detour around it.
+"""From deliveries to outcomes, in joined mode: one transaction for a group, and the exceptional paths.
 
-Owns the transaction of every group. Knows the store, and nothing of lanes or brokers.
+Owns the transaction of every group. Uses the store, and knows nothing of lanes or brokers.
 """

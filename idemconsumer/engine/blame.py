@@ -1,5 +1,5 @@
-"""Which message an error belongs to, how it is described to the person who can fix it, and what the log says of
-messages that were not applied: which one, why and where (O9), and of many alike once (O10)."""
+"""Which message an error belongs to, how the error is described to the person who can fix it, and what is logged about
+messages that were not applied: which one, why and where (O9), and many similar ones once (O10)."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ class HandlerFailed(Exception):
 
     @property
     def lost(self) -> ConnectionLost | None:
-        """The error, if the connection broke: an outage, or the message's own doing (B13)."""
+        """The error, if the connection broke: an outage, or caused by the message (B13)."""
         lost = isinstance(self.error, ConnectionLost) and not self.error.by_function
         return self.error if lost else None  # type: ignore[return-value]
 
 
 def rejection_of(error: BaseException) -> tuple[str, object, int | None]:
-    """Code, body and status of a final refusal; an exception of `fail_on` gives its name and what it says."""
+    """Code, body and status of a final rejection; an exception of `fail_on` gives the name of its class and its
+    text."""
     return (error.code, error.body, error.status) if isinstance(error, Reject) else (*named_refusal(error), None)
 
 
 def describe(error: BaseException) -> str:
-    """For dead letters and histories, without the DETAIL of a database error (R13)."""
+    """The error's text for dead letters and histories, without the DETAIL of a database error (R13)."""
     return f"{typed_text(error)[:_MOST_TEXT]} ({where(error)})"
 
 
 def said(error: BaseException) -> dict[str, object]:
-    """For a line of the log: type and place, and what it says, unless the settings keep that out of logs (R13)."""
+    """The error's fields of a log line: type and place, and its text unless the settings keep it out of logs (R13)."""
     fields: dict[str, object] = {"error": type(error).__name__, "where": where(error)}
     if SHOWN.text and (text := error_text(error)):
         fields["text"] = text[:_MOST_TEXT]
@@ -59,7 +60,7 @@ def said(error: BaseException) -> dict[str, object]:
 def where(error: BaseException) -> str:
     """The innermost frame that is neither ours nor a library's: the line that the handler's author can fix."""
     if isinstance(error, ConnectionLost) and error.__cause__ is not None:
-        error = error.__cause__  # what the handler was doing
+        error = error.__cause__  # raised in the handler, by the statement that met the loss
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "unknown"
@@ -73,8 +74,8 @@ def _nobody(error: BaseException) -> None:
 
 
 class Telling:
-    """Of one engine. With `every` each failure has a line of its own, with its traceback. `failed` is called with each
-    error that a message has failed with, when its line is said or counted."""
+    """Logs the failures of one engine. With `every` each failure has a line of its own, with its traceback. `failed` is
+    called with each error with which a message has failed, when it is logged or counted."""
 
     def __init__(self, *, every: bool = False, failed: Callable[[BaseException], None] = _nobody) -> None:
         self._summing = Summing(every=every)
@@ -84,8 +85,8 @@ class Telling:
         self, event: str, work: Work, attempt: int, error: BaseException, kind: dict[str, object] | None = None,
         **its: object,
     ) -> None:  # fmt: skip
-        """A run failed with `error`. `kind`: what else distinguishes this kind of failure; `its`: what else is known of
-        this one."""
+        """A run failed with `error`. `kind`: further fields that distinguish this kind of failure. `its`: further
+        fields of this one failure."""
         self._failed(error)
         fields, text = _kind(work, error)
         its = (
@@ -96,7 +97,7 @@ class Telling:
     def dead(
         self, work: Work, attempt: int, reason: str, letter: int | None, detail: str, error: BaseException | None
     ) -> None:
-        """Its dead letter is committed. `error` is why, or, where that is no exception, `detail`."""
+        """The message's dead letter is committed. `error` is the cause; if that is not an exception, `detail` is."""
         if error is not None:
             self._failed(error)
         fields, text = _kind(work, error) if error is not None else ({"handler": work.handler.name}, {"detail": detail})
@@ -104,22 +105,22 @@ class Telling:
         self._summing.say(logging.ERROR, "dead letter", "dead letters", fields | {"reason": reason}, its)
 
     def dead_again(self, work: Work, reason: str | None, letter: int | None) -> None:
-        """O6."""
+        """A duplicate of a dead message arrived; it is logged (O6)."""
         event, fields = "duplicate of a dead message", {"handler": work.handler.name, "reason": reason}
         its = work.named | {"letter": letter}
         self._summing.say(logging.INFO, event, "duplicates of dead messages", fields, its)
 
     def rejected(self, work: Work, attempt: int, error: BaseException) -> None:
-        """Its rejection is committed."""
+        """The message's rejection is committed."""
         fields, text = _kind(work, error)
         self._summing.say(logging.INFO, "rejected", "rejected again", fields, work.named | {"attempt": attempt} | text)
 
     def close(self) -> None:
-        """Say what is counted so far."""
+        """Log what is counted so far."""
         self._summing.close()
 
 
 def _kind(work: Work, error: BaseException) -> tuple[dict[str, object], dict[str, object]]:
-    """What makes failures one kind, and what the error says."""
+    """The fields that make failures one kind, and the error's text."""
     fields: dict[str, object] = {"handler": work.handler.name, **said(error)}
     return fields, {"text": fields.pop("text")} if "text" in fields else {}

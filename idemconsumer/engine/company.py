@@ -1,4 +1,4 @@
-"""Who may run beside whom in one process: what may have killed a worker runs with nobody beside it (B16)."""
+"""Which messages of one process may run at the same time: one that may have killed a worker runs alone (B16)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Final, Self
 
 from idemconsumer.logs import log
 
-PATIENCE: Final = 1.0  # seconds that sagas have left when another wants to be alone: most end, or finish a step
-LONGEST: Final = 10.0  # seconds after which nobody waits any longer: for a saga alone, or one that does not give way
+PATIENCE: Final = 1.0  # seconds that running sagas get when a message wants to run alone: most end, or finish a step
+LONGEST: Final = 10.0  # seconds after which no message waits any longer: for a saga alone, or one that does not pause
 _INSIDE: Final[ContextVar[tuple[Company, ...]]] = ContextVar("idemconsumer_company", default=())
 
 
 class Stay:
-    """One time inside, of somebody who is alone or shares. See `Company`."""
+    """One holder of the lock of a `Company`, exclusive (`alone`) or shared, from its entry to its end."""
 
     __slots__ = ("_before", "_company", "alone", "give_way")
 
@@ -41,14 +41,14 @@ class Stay:
 
 
 class Company:
-    """A lock that many share or one has alone.
+    """A lock that is either shared by many or held exclusively (`alone`) by one.
 
-    Whoever wants to be alone waits for those inside, and those who come later wait behind it. After one that was alone,
-    all who wait to share come first: so neither side starves. What is inside may come in again, as a handler does that
-    has another message processed.
+    A task that wants to be alone waits for the holders, and later tasks queue behind it. After an exclusive holder, all
+    tasks that wait to share the lock go first: so neither kind starves. A holder may enter again, as a handler does
+    that has another message processed.
 
-    Sagas may stay for hours, so they come with a `give_way`. It is called when another has waited for `patience`
-    seconds to be alone, and makes them leave; after `longest` seconds more they are not waited for any longer.
+    Sagas may hold the lock for hours, so they pass a `give_way`. It is called when a task has waited for `patience`
+    seconds to be alone, and makes the saga leave; after `longest` seconds more the lock is taken from it.
     """
 
     def __init__(self, *, patience: float = PATIENCE, longest: float = LONGEST) -> None:
@@ -61,20 +61,20 @@ class Company:
 
     @property
     def closed(self) -> bool:
-        """Whether one is alone, or waits to be."""
+        """Whether a holder is alone, or a task waits for the lock."""
         return self._one_alone or bool(self._waiting)
 
     def shared(self, give_way: Callable[[], None] | None = None) -> Stay:
-        """Beside others, but not beside one that is alone."""
+        """Run beside others, but not beside a holder that is alone."""
         return Stay(self, alone=False, give_way=give_way)
 
     def alone(self) -> Stay:
-        """With nobody beside it, except what it is part of."""
+        """Run alone, except for the holder that this is nested in."""
         return Stay(self, alone=True, give_way=None)
 
     @asynccontextmanager
     async def alone_at_first(self, give_way: Callable[[], None]) -> AsyncIterator[Stay]:
-        """With nobody beside it for `longest` seconds, or until `share`."""
+        """Run alone for `longest` seconds, or until `share` is called."""
         async with Stay(self, alone=True, give_way=give_way) as stay:
             bound = asyncio.get_running_loop().call_later(self._longest, self.share, stay)
             try:
@@ -83,12 +83,12 @@ class Company:
                 bound.cancel()
 
     def share(self, stay: Stay) -> None:
-        """One that was alone lets others in beside it."""
+        """A holder that was alone shares the lock from now on."""
         if stay in self._inside:
             self._let_others_in(stay)
 
     async def enter(self, stay: Stay) -> None:
-        """Return when its turn has come."""
+        """Return once the lock is held."""
         if not self._waiting and self._may_enter(stay):
             self._let_in(stay)
             return
@@ -99,10 +99,10 @@ class Company:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                with suppress(ValueError):  # another one's end has passed over it already
+                with suppress(ValueError):  # `_admit` has already removed it from the queue
                     self._waiting.remove((stay, turn))
                 self._admit()
-            else:  # let in at the same moment
+            else:  # the lock was granted at the same moment
                 self.leave(stay)
             raise
 
@@ -114,8 +114,8 @@ class Company:
         self._one_alone = stay.alone
 
     def leave(self, stay: Stay) -> None:
-        """Let in who waits for that."""
-        if stay in self._inside:  # else it was not waited for any longer
+        """Release the lock, and grant it to the tasks that wait for it."""
+        if stay in self._inside:  # else the lock was taken from it
             self._inside.remove(stay)
             self._let_others_in(stay)
 
@@ -137,7 +137,7 @@ class Company:
 
     # ------------------------------------------------------------------------------------------------------ giving way
     def _hurry(self) -> None:
-        """Be impatient while the next one waits for those that share to leave."""
+        """Run the timer of `patience` while the next task waits for those that share the lock."""
         if self._waiting and not self._one_alone:
             if self._impatience is None:
                 self._impatience = asyncio.get_running_loop().call_later(self._patience, self._ask)

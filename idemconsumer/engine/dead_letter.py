@@ -1,4 +1,4 @@
-"""What is written about a message that is put aside for a person, and what makes two arrivals one letter (R24)."""
+"""Builds dead letters, and decides which arrivals of a message share one (R24)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from idemconsumer.stores.columns import NewDeadLetter
 
 
 def dead_letter(work: Work, reason: str, error: str, attempts: int, traceback: str | None = None) -> NewDeadLetter:
-    """All that its broker gave, but of a message above the limit only the beginning. `traceback`: of the exception."""
+    """The dead letter with all that the broker gave; of a message above the size limit only the beginning. `traceback`:
+    of the exception."""
     message, handler = work.message, work.handler
     stored = work.leased or work.known_claim
     scope = handler.identity.scope() if stored is None else stored.scope
@@ -44,9 +45,10 @@ def dead_letter(work: Work, reason: str, error: str, attempts: int, traceback: s
 
 
 def _identity(work: Work, reason: str) -> tuple[bytes, bytes | None]:
-    """The identity, and the content of a message that has none of its own.
+    """The identity, and the content of a message that has no id of its own.
 
-    A key that is put aside is one letter. Anything else is a letter for each message: what was sent, and where it is.
+    All arrivals of a key share one dead letter, unless they are conflicts. Otherwise each message has its own,
+    identified by what was sent, and by its position.
     """
     scope = work.key or work.handler.identity.scope().encode()
     subject = _hash(work.message.source.encode(), reason.encode(), scope)

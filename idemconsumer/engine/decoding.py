@@ -1,6 +1,6 @@
-"""Decoding and keying a message where `decode=` has to be waited for: in a task of its own, within the `timeout`.
+"""Decoding and keying a message with an asynchronous `decode=`: in a task of its own, within the `timeout`.
 
-All of it raises only BadMessage; NotReadNow for what is nobody's fault (D26).
+All of it raises only BadMessage, or its subclass NotReadNow if the message is not to blame (D26).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 async def read(handler: BoundHandler, message: Message) -> Call:
-    """The call that the handler makes of it."""
+    """The handler call for a message."""
     if not handler.waits_for(message):
         return handler.call_for(message)
     return await _within(handler, handler.read(message))
 
 
 async def renew(handler: BoundHandler, call: Call) -> None:
-    """Before each run, so that none gets what another one has changed (R33)."""
+    """Decode again before each run, so that no run gets a payload that another run has changed (R33)."""
     if call.given and handler.decodes:
         await _within(handler, handler.renew(call))
 

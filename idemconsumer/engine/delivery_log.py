@@ -1,7 +1,7 @@
 """The delivery log: what became of deliveries, for people who ask about a key (O22, O23).
 
-What is applied is logged in its own commit. Everything else is gathered, written a quarter of a second later, many in
-one statement, and lost with the process. Nothing depends on the log, and no delivery waits for it.
+Applied deliveries are logged in their own commit. All others are collected, written a quarter of a second later, many
+in one statement, and lost if the process dies. Nothing depends on the log, and no delivery waits for it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from idemconsumer.stores.joined import PostgresStore
 
 _PAUSE: Final = 0.25  # seconds between two writes
 _TOGETHER: Final = 512  # deliveries of a row; half a page of keys
-_MOST: Final = 20_000  # that wait to be written, some megabytes
+_MOST: Final = 20_000  # deliveries that wait to be written, some megabytes
 _FAREWELL: Final = 2.0  # seconds
 
 
 class _Ended(NamedTuple):
-    """What became of a delivery, without its message: the columns of `LoggedDeliveries`."""
+    """The end of a delivery, without its message: the columns of `LoggedDeliveries`."""
 
     key: bytes
     source: str
@@ -51,7 +51,7 @@ class _Ended(NamedTuple):
 
 
 class DeliveryLog:
-    """Of one engine. Without `delivery_log` it costs nothing."""
+    """The delivery log of one engine. It costs nothing without `delivery_log`."""
 
     def __init__(self, store: PostgresStore) -> None:
         self._store = store
@@ -62,14 +62,14 @@ class DeliveryLog:
         self._writing = Duty(self._write_soon, first=_PAUSE)
 
     def applied(self, works: Sequence[Work]) -> LoggedDeliveries | None:
-        """What to write in the commit that applies these, all of one handler. None: they are not logged."""
+        """The row to write in the commit that applies these, all of one handler. None: they are not logged."""
         if not works or not works[0].handler.delivery_log:
             return None
         now = time.monotonic()
         return self._row(works[0].handler, [_Ended.of(work, "applied", work.attempt, now) for work in works])
 
     def add(self, group: Sequence[Work], outcomes: Sequence[Outcome]) -> None:
-        """What became of the first of `group`, all of one handler; it is written soon, unless that was done."""
+        """Log the outcomes of the first of `group`, all of one handler; they are written soon, unless that was done."""
         handler = group[0].handler
         if not handler.delivery_log:
             return
@@ -84,11 +84,11 @@ class DeliveryLog:
             self._waiting.setdefault(handler, []).append(_Ended.of(work, told, outcome.attempt, now))
             self._count += 1
         if self._waiting:
-            # In a context of its own: it is of no lane, and takes no lane's share of the connections.
+            # In a context of its own: it belongs to no lane, and uses no lane's share of the connections.
             self._writing.start(contextvars.Context())
 
     async def close(self) -> None:
-        """Write what waits, if the database answers soon."""
+        """Write the waiting rows, if the database answers within two seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_FAREWELL):
                 await self._writing.finish()

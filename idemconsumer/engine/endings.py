@@ -1,6 +1,6 @@
-"""How an attempt ends when it is not applied: replayed, tried again, rejected, or put aside.
+"""How an attempt ends that is not applied: replayed, tried again, rejected, or as a dead letter.
 
-What is written here is a commit of its own, after the group's transaction has ended.
+Whatever is written here has a commit of its own, after the group's transaction has ended.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from idemconsumer.stores.joined import PostgresStore
 
 T = TypeVar("T")
 
-DOUBT: Final = 0.5  # seconds in which others may show that they cannot be read either
+DOUBT: Final = 0.5  # seconds in which other messages may show that they cannot be read either
 
 
 @dataclass(slots=True)
 class FailedBehind:
-    """A message that failed behind a group, to be counted in the group's commit, which saves one of its own (G9).
+    """A message that failed at the end of a group. The group's commit counts the failure, which saves a commit (G9).
 
-    `attempts`: how many it has after that commit. `in_doubt`: the answer to that commit was lost; `counted`: it was
-    committed all the same.
+    `attempts`: how many it has after that commit. `in_doubt`: the answer to that commit was lost; `counted`: the commit
+    had succeeded all the same.
     """
 
     claim: Claim
@@ -59,7 +59,7 @@ class FailedBehind:
 
 
 class Endings:
-    """The endings of one engine. Raises StoreUnavailable when nothing could be decided."""
+    """The endings of one engine. Raises StoreUnavailable if nothing could be decided."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class Endings:
         self.contended = Contended()
 
     async def replay(self, work: Work, found: Found) -> Outcome:
-        """The outcome of a delivery when a rival holds its key, or held it."""
+        """The outcome of a delivery whose key has a record already, or is held by a rival (another worker)."""
         match work.judge(found):
             case Verdict.CONFLICT:
                 return await self.bury(work, "conflict", "the same key arrived before with another payload")
-            case Verdict.DEAD:  # O6
+            case Verdict.DEAD:  # O6: the arrival is counted with its dead letter
                 letter, reason = await self._store.count_dead(work.key) or (None, None)
                 self.telling.dead_again(work, reason, letter)
                 kind = OutcomeKind.DEAD
@@ -95,11 +95,11 @@ class Endings:
                 return Outcome(OutcomeKind.BUSY, attempt=work.attempt)
 
     def would_end(self, work: Work, error: Exception) -> bool:
-        """Whether this failure, not counted yet, ends the message: refused, or the last of its attempts."""
+        """Whether this failure, not counted yet, ends the message: a rejection, or the last of its attempts."""
         return refused(error, work.handler.options.fail_on) or self.ends(work, work.attempts + 1)
 
     def ends(self, work: Work, attempts: int) -> bool:
-        """Whether so many failures that were counted do. Others may have counted attempts that this process missed."""
+        """Whether so many counted failures end the message. Other processes may have counted attempts too."""
         return after_failure(attempts=attempts, max_attempts=work.handler.options.max_attempts) is Failure.DEAD
 
     async def failed(self, work: Work, error: Exception) -> Outcome:
@@ -124,13 +124,13 @@ class Endings:
         return await self.conclude(work, error)
 
     def is_spared(self, work: Work, error: Exception) -> bool:
-        """Put this failure on the ledger. Whether it costs no attempt (D17)."""
+        """Report this failure to the circuit breaker. Returns whether it costs no attempt (D17)."""
         handler = Subject.handler(work.handler)
         free = self.failing.failed(handler, work.identity, error, first=not work.attempts, tenant=work.tenant)
         return free and work.handler.options.max_attempts > 1 and work.suspicion is not Suspicion.COUNTED
 
     async def count(self, work: Work, error: Exception, behind: FailedBehind | None = None) -> None:
-        """Count the failure (B1), unless that was done with the group before it."""
+        """Count the failure (B1), unless the commit of the group before it has counted it."""
         text = describe(error)
         self.contended.ended(work.key)
         if behind is not None and behind.attempts:
@@ -146,7 +146,7 @@ class Endings:
         self.telling.failed("handler failed", work, work.attempts, error)
 
     async def lost(self, work: Work, loss: ConnectionLost) -> Outcome:
-        """It lost its connection once more, in a run that was counted beforehand (B13)."""
+        """The message lost its connection once more, in a run that was counted beforehand (B13)."""
         if work.attempts >= work.handler.options.max_attempts:
             return await self.bury(work, "lost_connection", describe(loss), loss)
         await self.count(work, loss)
@@ -154,14 +154,15 @@ class Endings:
         return _retrying("retry", work.attempts, due, loss)
 
     async def conclude(self, work: Work, error: Exception) -> Outcome:
-        """What follows from a failure that was counted."""
+        """Decide what follows from a failure that is counted."""
         if self.ends(work, work.attempts):
             return await self.bury(work, "attempts_exhausted", describe(error), error)
         later = await self._put_off(work, error, counted=True)
         return later or _retrying("retry", work.attempts, self._pause(work, error, work.attempts)[0], error)
 
     def _pause(self, work: Work, error: Exception, attempts: int) -> tuple[float, bool]:
-        """Seconds until the attempt after so many that failed, and whether a worker stores it for that time (D7)."""
+        """Seconds until the attempt after `attempts` failed ones, and whether a worker stores the message meanwhile
+        (D7)."""
         if isinstance(error, Retry) and error.after is not None:
             due = retry_delay(error.after, work.handler.name)
             return due, due > MAX_UNSETTLED
@@ -169,8 +170,8 @@ class Endings:
         return backoff.delay(attempts, self._chance()), backoff.stores(attempts)
 
     async def _put_off(self, work: Work, error: Exception, *, counted: bool = False) -> Outcome | None:
-        """Store it until its next attempt, with its failure unless that is `counted` (D18). None: it is to be held, or
-        no attempt is left."""
+        """Store the message until its next attempt, with its failure unless that is `counted` (D18). None: the message
+        stays unsettled for that time, or has no attempt left."""
         handler = work.handler
         due, stored = self._pause(work, error, work.attempts + (not counted))
         if not (stored and self._in_worker):
@@ -188,7 +189,7 @@ class Endings:
         )
         try:
             failed = await self._written(work, lambda: self._store.put_off(work.claim, later))
-        except Fenced:  # its delivery is another's by now, or an answer was lost and it is stored already
+        except Fenced:  # another worker has the delivery by now, or an answer was lost and it is stored already
             return Outcome(OutcomeKind.FENCED, state=State.PENDING, attempt=work.attempt)
         if isinstance(failed, Outcome):
             return failed
@@ -200,7 +201,7 @@ class Endings:
         return _retrying("scheduled", failed, due, error, State.PENDING)
 
     async def collided(self, work: Work, contention: Contention) -> Outcome:
-        """No message is at fault, so it costs no attempt (B3), until it has collided for an hour (B15)."""
+        """A collision is no message's fault, so it costs no attempt (B3), until it has collided for an hour (B15)."""
         streak = self.contended.collided(work.key, work.handler.name)
         if streak.seconds >= MAX_CONTENTION:
             return await self.bury(work, "contended", streak.describe(contention))
@@ -214,7 +215,7 @@ class Endings:
         code, body, status = rejection_of(error)
         rejection = codecs.encode_rejection(code, body, status)
         self._at(Point.REJECTING, work.handler.name, (work.key,))
-        # In a new transaction, which judges the key again (B2).
+        # In a new transaction, which judges the key again: a rival may have decided it meanwhile (B2).
         standing = await self._written(work, lambda: self._store.reject(work.claim, rejection))
         self._at(Point.REJECTED, work.handler.name, (work.key,))
         if standing is not None:
@@ -223,7 +224,7 @@ class Endings:
         return final(OutcomeKind.FAILED, State.FAILED, rejection, attempt=work.attempt, reason=code)
 
     async def refuse(self, work: Work, refusal: BadMessage) -> Outcome:
-        """A message that can never be run (R9)."""
+        """Make a message that cannot be run a dead letter (R9), unless it may become readable."""
         if self.is_not_now(work):
             assert isinstance(refusal, NotReadNow)
             return self.not_now(work, refusal)
@@ -235,11 +236,11 @@ class Endings:
         return await self.bury(work, refusal.reason, refusal.detail, forget=forget)
 
     def is_not_now(self, work: Work) -> bool:
-        """Whether it is only not to be read now: for a day at most, after which it is to blame itself (D26)."""
+        """Whether it merely cannot be read now. That lasts a day at most; then the message itself is to blame (D26)."""
         return isinstance(work.refusal, NotReadNow) and time.monotonic() - work.arrived < rules.FREE
 
     def not_now(self, work: Work, refusal: NotReadNow) -> Outcome:
-        """It costs no attempt (D26). Without its key there is nothing under which it could be stored meanwhile."""
+        """Try again later, at no attempt's cost (D26). Without its key the message cannot be stored for that time."""
         error, handler = refusal.error, Subject.handler(work.handler)
         work.put_by += 1
         self.failing.failed(handler, work.identity, error, first=work.put_by == 1)
@@ -248,7 +249,7 @@ class Endings:
         return _retrying("retry" if isinstance(error, Retry) else "failing", work.attempt, due, error)
 
     def _is_doubted(self, work: Work, refusal: BadMessage) -> bool:
-        """D25: the first time, since it is not clear yet whether others can be read, and while all messages fail."""
+        """D25: doubted the first time, until it is clear whether others can be read, and while all messages fail."""
         first = not work.spared
         return self.failing.failed(Subject.handler(work.handler), work.identity, refusal, first=first) or (
             first and self._in_worker
@@ -257,8 +258,8 @@ class Endings:
     async def bury(
         self, work: Work, reason: str, text: str, error: BaseException | None = None, *, forget: Sequence[bytes] = ()
     ) -> Outcome:
-        """Committed before the delivery may be settled (B4). The record is DEAD too, if it is ours. `text` says why;
-        `error` is the exception that it describes, if there is one."""
+        """Make it a dead letter, committed before the delivery may be settled (B4). Its record becomes DEAD too, if
+        this delivery owns the key. `text`: why. `error`: the exception that `text` describes, if there is one."""
         claim = None if reason == "conflict" else work.known_claim
         letter = dead_letter(work, reason, text, work.attempts, None if error is None else traceback_text(error))
         self._at(Point.DEAD_LETTERING, work.handler.name, (work.key,))
@@ -274,7 +275,7 @@ class Endings:
         return Outcome(kind, state=state, attempt=attempt, reason=reason, error=text)
 
     async def _written(self, work: Work, write: Callable[[], Awaitable[Record | T]]) -> Outcome | T:
-        """A commit of the engine's own: what it returns, or the outcome if a rival was faster."""
+        """Run a commit of the engine's own. Returns its result, or the outcome if a rival was faster."""
         try:
             written = await decided(write)
         except Contention as contention:
@@ -286,6 +287,6 @@ class Endings:
 def _retrying(
     reason: str, attempt: int, due: float, error: BaseException | None = None, state: State | None = None
 ) -> Outcome:
-    """It comes again in `due` seconds. `attempt`: the number of the run that has failed."""
+    """A retry in `due` seconds. `attempt`: the number of the run that has failed."""
     name = None if error is None else type(error).__name__
     return Outcome(OutcomeKind.RETRYING, state=state, due=due, attempt=attempt, reason=reason, error=name)

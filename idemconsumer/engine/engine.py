@@ -1,7 +1,7 @@
 """From deliveries to outcomes in joined mode: what may run together, what waits for a rival, what runs alone.
 
-`run` decides a *prefix* of what it was given (G8): a delivery that fails, or finds a rival on its key, ends the prefix;
-the lane presents the rest again. So order inside a lane is kept by construction.
+`run` decides a *prefix* of the given deliveries (G8): a delivery that fails, or whose key a rival (another worker)
+holds, ends the prefix; the lane presents the rest again. That keeps the order inside a lane by construction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from idemconsumer.stores.joined import PostgresStore
 
 
 class Engine:
-    """Decides about every delivery of a joined handler. Raises StoreUnavailable when nothing could be decided."""
+    """Decides about every delivery of a joined handler. Raises StoreUnavailable if nothing could be decided."""
 
     def __init__(
         self,
@@ -48,8 +48,9 @@ class Engine:
         tell_all: bool = False,
         tracing: Tracing = NO_TRACING,
     ) -> None:
-        """`watched`: by a worker, which slows down a handler that is probed (D17), and runs what is stored for later
-        (D18). `counts` learns what its groups took. `tell_all`: each failure has a line of its own in the log."""
+        """`watched`: the engine belongs to a worker, which slows down a handler that is probed (D17) and runs stored
+        messages when they are due (D18). `counts` collects the figures of the groups. `tell_all`: each failure is
+        logged on a line of its own."""
         self._store = store
         self.tracing = tracing
         self._at = (observer or NullObserver()).at
@@ -77,40 +78,41 @@ class Engine:
         return self.endings.failing.of(Subject.handler(handler))
 
     def collides(self, handler: str) -> bool:
-        """Whether a group or a message of this handler has collided of late, and none has been committed since."""
+        """Whether a group or a message of this handler has collided lately, and none has been committed since."""
         return self._sizes.collides(handler) or self.endings.contended.lasts(handler)
 
     def has_failed(self, work: Work) -> bool:
-        """Whether it is known to have failed before."""
+        """Whether the message is known to have failed before."""
         return work.attempts > 0 or self.endings.failing.has_failed(Subject.handler(work.handler), work.identity)
 
     def failed_beside(self, work: Work) -> int:
-        """How many of its tenant have failed since one of it succeeded; 0 if it has none."""
+        """How many messages of its tenant have failed since one succeeded; 0 without a tenant."""
         return self.endings.failing.failed_beside(Subject.handler(work.handler), work.tenant)
 
     def seconds(self, handler: BoundHandler) -> float | None:
-        """How long this handler takes for a message, as measured of late; None if that is not known."""
+        """The handler's time for a message in seconds, as measured lately; None if that is unknown."""
         return self._sizes.of(handler).seconds
 
     async def read(self, work: Work) -> None:
-        """Decode it, also once more, beside what else may run (B16)."""
+        """Decode a message, also again. Shares the process with other messages, but not with one that runs alone
+        (B16)."""
         async with self.company.shared():
             await work.read()
 
     async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
-        """The committed records of these keys; None where there is none."""
+        """The committed records of these keys; None for a key without one."""
         return await self._store.peek(keys)
 
     async def process(self, work: Work) -> Outcome:
-        """One message, to the end of one attempt."""
+        """Process one message to the end of one attempt."""
         return (await self.run([work]))[0]
 
     async def run(self, group: Sequence[Work], *, defer: bool = False) -> list[Outcome]:
         """Outcomes of at least the first of `group`, all of one handler; those without an outcome were not decided.
 
-        A busy head is waited for up to the handler's `wait`; with `defer` busy ones are reported and the others run.
-        A head that was begun before, and never ended, runs while nothing else of this process does (B16). Empty if it
-        was abandoned before its turn came.
+        If a rival holds the first one's key, it is waited for up to the handler's `wait`; with `defer` such messages
+        are reported as busy and the others run. A first one that was begun before and never ended runs alone in this
+        process (B16). Empty if the first one was abandoned before it could begin.
         """
         with traced(self.tracing, group) as processing:
             outcomes = await self._decide(group, defer=defer)
@@ -130,7 +132,7 @@ class Engine:
             return [] if head.abandoned() else await self._on_record([head], self._run_alone(head))
 
     async def _run(self, group: Sequence[Work], *, defer: bool) -> list[Outcome]:
-        """Empty if the first one turns out to have been begun before."""
+        """Empty if the first one turns out to have been begun before, so that it has to run alone."""
         head = group[0]
         defer = defer or not head.handler.options.wait
         if head.refusal is not None:
@@ -148,7 +150,8 @@ class Engine:
         return outcomes
 
     async def replay_committed(self, group: Sequence[Work]) -> list[Outcome | None]:
-        """The outcome of each that a committed record decides, else None. One statement reads all records."""
+        """The outcomes of the messages that a committed record decides; None for the others. One statement reads all
+        records."""
         outcomes: list[Outcome | None] = []
         for work, record in zip(group, await self._store.peek([work.key for work in group]), strict=True):
             undecided = record is None or not _is_decided(work, record)
@@ -159,9 +162,9 @@ class Engine:
         return outcomes
 
     async def _repeated(self, group: Sequence[Work]) -> list[Outcome]:
-        """The outcomes of the duplicates that the group begins with, all from one read."""
+        """The outcomes of the duplicates at the start of the group, by one read."""
         outcomes = list[Outcome]()
-        likely = list(takewhile(lambda work: not work.attempts, group))  # a failure is on record, which a claim clears
+        likely = list(takewhile(lambda work: not work.attempts, group))  # a failed one has a row that a claim clears
         for work, record in zip(likely, await self._store.peek([work.key for work in likely]), strict=True):
             if record is None or not _is_decided(work, record):
                 break
@@ -170,21 +173,22 @@ class Engine:
         return outcomes
 
     async def _wait(self, head: Work) -> Outcome:
-        """J5: claim again and again until the rival ends or `wait` is over; no connection is held in between."""
+        """Claim the key repeatedly until the rival ends or `wait` is over; no connection is held in between (J5)."""
         busy = Outcome(OutcomeKind.BUSY, attempt=head.attempt)
 
         async def again() -> Outcome:
             rerun = self._begin if head.suspected else self._groups.run
             outcomes = await rerun([head], defer=True)
-            return outcomes[0] if outcomes else busy  # the rival has died of it, perhaps
+            return outcomes[0] if outcomes else busy  # none: the rival began it, and perhaps died of it
 
         def rival(met: object) -> bool:
+            # A delivery that the broker has taken back does not wait.
             return isinstance(met, Outcome) and met.kind is OutcomeKind.BUSY and not head.abandoned()  # D10
 
         return await decided(again, wait=head.handler.options.wait, busy=rival)
 
     async def _on_record(self, group: Sequence[Work], run: Awaitable[list[Outcome]]) -> list[Outcome]:
-        """Await a run of suspects, then take back what it put on record about those that did not run."""
+        """Await a run of suspects, then remove the marks and counts of those that did not run."""
         head = group[0]
         try:
             outcomes = await run
@@ -209,8 +213,8 @@ class Engine:
         return outcomes
 
     async def _begin(self, group: Sequence[Work], *, defer: bool) -> list[Outcome]:
-        """A group with suspects in it. The finished ones are replayed together; the others run after it was put on
-        record that they begin. Empty if the first one was begun before: it runs alone."""
+        """Run a group with suspects in it. Those with a final record are replayed together. The others run after a mark
+        of each suspect is committed. Empty if the first one was begun before, since it has to run alone."""
         final = await self._finished([work for work in group if work.suspected])
         if replayed := [await self.endings.replay(work, final[work]) for work in takewhile(final.__contains__, group)]:
             await self._suspects.unmark(group[: len(replayed)])
@@ -221,30 +225,30 @@ class Engine:
         return []
 
     async def _run_alone(self, work: Work) -> list[Outcome]:
-        """One that was begun before: counted, and then run, unless it was counted too often (B8)."""
+        """Run a message that was begun before: count it first, and bury it if it was counted too often (B8)."""
         for finished, record in (await self._finished([work])).items():
             return [await self.endings.replay(finished, record)]
         await self._suspects.count(work)
         if work.attempts > work.handler.options.max_attempts:
             error = f"{work.attempts - 1} attempts began and none of them ended"
             outcome = await self.endings.bury(work, "killed_worker", error)
-            if outcome.kind is OutcomeKind.RETRYING:  # a rival runs it right now, and may give its own count back
+            if outcome.kind is OutcomeKind.RETRYING:  # a rival runs it right now, and may undo its own count
                 await self._suspects.uncount(work)
             return [outcome]
         return await self._groups.run([work], defer=True)
 
     async def _finished(self, suspects: Sequence[Work]) -> dict[Work, Record]:
-        """Those that a committed record decides."""
+        """The suspects that a committed record decides."""
         self._suspects.take_over(suspects)
         records = zip(suspects, await self._store.peek([work.key for work in suspects]), strict=True)
         known = {work: record for work, record in records if record is not None}
         for work, record in known.items():
-            if work.may_be_awaited(record):  # else a copy of what waits for its next attempt would cost it one (H46)
+            if work.may_be_awaited(record):  # else a copy of a message that waits for a retry would cost it one (H46)
                 await self._busy(work)
         return {work: record for work, record in known.items() if _is_decided(work, record)}
 
     async def _busy(self, work: Work) -> bool:
-        """Whether a rival runs it right now: then nobody has to stop for it."""
+        """Whether a rival runs it right now. Then it need not run alone here, and no other message has to wait."""
         try:
             async with self._store.transaction(group=1) as claims:
                 (found,) = await claims.claim([work.claim])
@@ -259,8 +263,8 @@ def _is_decided(work: Work, record: Record) -> bool:
 
 
 def _together(group: Sequence[Work]) -> list[Work]:
-    """Those that may share the next transaction. What failed before is a batch of its own: a larger one would fail
-    with it again, and it would have to be searched for again."""
+    """The messages that may share the next transaction. Messages of a batch handler that failed before run one by one:
+    a larger batch would fail with such a one again, and the search for it would begin anew."""
     if group[0].handler.batch:
         group = list(takewhile(lambda work: not work.attempts, group)) or group[:1]
     return list(takewhile(lambda work: work.refusal is None, group))

@@ -1,5 +1,5 @@
-"""What is known against messages, kept for one process by their keys, since a delivery that its broker takes back comes
-again as another one: that they collide, that they lose their connections, and what of a suspect is on record."""
+"""What is known against messages, by their keys, since a message that is delivered again is a new delivery: that they
+collide, that they lose their connections, and what is recorded of a suspect. Kept for one process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from idemconsumer.ports.observer import Point
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.user_code.cancellation import uninterrupted
 
-_MOST: Final = 10_000  # keys of each kind; those of more are forgotten, oldest first
+_MOST: Final = 10_000  # keys of each kind; beyond that the oldest are forgotten
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 
 def put(known: dict[_K, _V], key: _K, value: _V) -> _V:
-    """In the place of the oldest one, if there are too many."""
+    """Store a value; if there are too many, the oldest one is dropped."""
     if key not in known and len(known) >= _MOST:
         del known[next(iter(known))]
     known[key] = value
@@ -31,13 +31,13 @@ def put(known: dict[_K, _V], key: _K, value: _V) -> _V:
 
 
 # -------------------------------------------------------------------------------------------------------- collisions
-OF_LATE: Final = 60.0  # seconds: more than a lock is waited for, and the longest pause behind that
+OF_LATE: Final = 60.0  # seconds: more than a wait for a lock and the longest pause behind it
 
 
 @dataclass(slots=True)
 class Streak:
-    """Collisions in a row, the `last` one when. `progress`: what has changed if something else happened to it in
-    between, elsewhere."""
+    """Collisions in a row; `last`: when the last one was. `progress`: a value that changes if the message has got
+    further elsewhere in between, which ends the streak."""
 
     handler: str
     since: float
@@ -50,7 +50,7 @@ class Streak:
         return time.monotonic() - self.since
 
     def describe(self, contention: Exception) -> str:
-        """For the dead letter."""
+        """The text for the dead letter."""
         return (
             f"{self.collisions} runs in {self.seconds / 60:.0f} minutes, each blocked by what another transaction "
             f"held; the last one: {contention}"
@@ -58,7 +58,7 @@ class Streak:
 
 
 class Contended:
-    """How long messages have done nothing but collide (B15)."""
+    """For how long each message has done nothing but collide (B15)."""
 
     def __init__(self) -> None:
         self._streaks: dict[bytes, Streak] = {}
@@ -72,26 +72,27 @@ class Contended:
         return streak
 
     def ended(self, *keys: bytes) -> None:
-        """A run of these ended in another way."""
+        """A run of each of these ended in another way than a collision."""
         if self._streaks:
             for key in keys:
                 self._streaks.pop(key, None)
 
     def lasts(self, handler: str) -> bool:
-        """Whether a key of this handler has collided of late, and not ended since."""
+        """Whether a key of this handler has collided lately, and its streak has not ended since."""
         late = time.monotonic() - OF_LATE
         return any(streak.handler == handler and streak.last > late for streak in self._streaks.values())
 
 
 # -------------------------------------------------------------------------------------------------- lost connections
 _IN_A_ROW: Final = 3
-_CUTS: Final = 20  # in a row that are nobody's: there might be a message of which a proxy or a pooler ends
+_CUTS: Final = 20  # cuts in a row that count for no message: perhaps it is a message that makes a proxy or pooler cut
 _LATELY: Final = 60.0  # seconds; a function may notice late that its connection has ended
 
 
 @dataclass(slots=True)
 class _Losses:
-    """`count` in a row, all with the server that was `started` then; `last` is not judged yet."""
+    """`count`: own losses in a row. `cuts`: losses not counted. `started`: when the server of the last loss was
+    started. `last`: the latest loss, if it is not judged yet."""
 
     count: int = 0
     cuts: int = 0
@@ -103,10 +104,10 @@ class LostConnections:
     """Messages that lose their connection each time they run (B13). `server_started` and `cut_within`: see
     `Pool`.
 
-    A message can do that: it closes the connection, asks the server to end its session, or crashes it. So can a
-    server that is restarted. What it was is judged when the message comes again, since only a server that answers can
-    tell. When one session crashes, the server ends all the others too, and says so: their losses are nobody's. Nor
-    are those of which a connection that did nothing has ended as well: somebody has cut them all.
+    A message can cause that: it closes the connection, makes the server end its session, or crashes it. A restart of
+    the server looks the same. The cause is judged when the message is delivered again, since only a server that answers
+    can show it. When one session crashes, the server ends all others too and reports the crash to them: these losses
+    count for no message. Nor does a loss count if an idle connection has ended as well: then all were cut from outside.
     """
 
     def __init__(
@@ -122,18 +123,18 @@ class LostConnections:
         return bool(self._losses)
 
     def lost(self, key: bytes, error: ConnectionLost) -> None:
-        """The connection broke while the function of `key` ran. That another session crashed neither counts nor starts
-        the count anew: a message that crashes its own may run beside another that does."""
+        """The connection broke while the function of `key` ran. A loss by the crash of another session neither counts
+        nor resets the count: a message that crashes its own session may run beside another that does."""
         if isinstance(error, CrashedBeside):
             return
         losses = self._losses.get(key) or put(self._losses, key, _Losses())
         losses.last = error
 
     async def judge(self, key: bytes) -> ConnectionLost | None:
-        """Its last loss, if that is news, and so many in a row were its own that it costs an attempt.
+        """Its last loss, if that was not judged before and so many in a row were its own that it costs an attempt.
 
-        A server that was started since the last time, or is another one, begins the count anew. Raises StoreUnavailable
-        while it does not answer.
+        If the server was restarted since the last time, or is another one, the count begins anew. Raises
+        StoreUnavailable while the server does not answer.
         """
         losses = self._losses.get(key)
         if losses is None or losses.last is None:
@@ -148,12 +149,12 @@ class LostConnections:
         return error if losses.count >= _IN_A_ROW else None
 
     def suspected(self, key: bytes) -> bool:
-        """Whether it has lost so many in a row that it is to be counted before it runs."""
+        """Whether it has had so many own losses in a row that it is to be counted before it runs."""
         losses = self._losses.get(key)
         return losses is not None and losses.count >= _IN_A_ROW
 
     def ended(self, *keys: bytes) -> None:
-        """A run of these ended in another way."""
+        """A run of each of these ended in another way than a lost connection."""
         if self._losses:
             for key in keys:
                 self._losses.pop(key, None)
@@ -161,14 +162,14 @@ class LostConnections:
 
 # ---------------------------------------------------------------------------------------------------------- suspects
 class Suspects:
-    """What is on record about a suspect before it runs, so that a message that kills its worker is identified (B6).
+    """Records that a suspect is about to run, so that a message that kills its worker is identified (B6).
 
-    A suspect was delivered before, or may have been, so it may have killed a worker; most have not. Those with
-    nothing on record are *marked*, by one commit, and run as one group whose completion deletes the marks (B7). A row
-    that another process left means that this message was begun before and did not end: it is *counted*, in a commit
-    of its own, and runs while nothing else of its process does (B8). A mark counts nothing, and nothing else is on
-    record beside a message that was counted, so no message loses an attempt to a killer; in exchange the killer kills
-    one more worker.
+    A suspect was delivered before, or may have been, so it may have killed a worker; most have not. Suspects without a
+    row in `attempt` are *marked*, by one commit, and run as one group whose completion deletes the marks (B7). A row of
+    another process means that the message was begun before and did not end: the message is *counted*, in a commit of
+    its own, and runs alone in its process (B8). A mark counts nothing, and no other message has a row while a counted
+    one runs. So no message loses an attempt to a message that kills the worker; the price is that one more worker is
+    killed.
 
     Raises StoreUnavailable, after which `cut_off` keeps what is known.
     """
@@ -179,7 +180,7 @@ class Suspects:
         self._cut_off: dict[bytes, tuple[Suspicion, int]] = {}
 
     def take_over(self, suspects: Iterable[Work]) -> None:
-        """A run that was cut off in this process killed nothing: its mark, or its count, is still ours."""
+        """A run that an outage cut off in this process killed nothing: its mark or its count is still its own."""
         for work in suspects:
             suspicion, attempts = self._cut_off.get(work.key, (None, 0))
             if suspicion is Suspicion.MARKED:
@@ -189,14 +190,14 @@ class Suspects:
                 work.suspicion = Suspicion.BEGUN  # and counted once: see `count`
 
     async def mark(self, group: Sequence[Work], final: Container[Work]) -> list[Work]:
-        """Mark the suspects of `group` but the `final` ones, which will not run. Returns the first of `group` that may
-        run together: none when the first one turns out to have been begun before."""
+        """Mark the suspects of `group` except the `final` ones, which will not run. Returns the first of `group` that
+        may run together: none if the very first one turns out to have been begun before."""
         unmarked = [work for work in group if work.suspicion is Suspicion.SUSPECT and work not in final]
         if unmarked:
             await uninterrupted(self._mark(unmarked))
             self._at(Point.SUSPECTS_MARKED, group[0].handler.name, [work.key for work in unmarked])
         together = list(takewhile(lambda work: not work.alone, group))
-        running = {work.key for work in together}  # the same key may come once more behind
+        running = {work.key for work in together}  # the same key may occur again further back
         await self.unmark([work for work in group[len(together) :] if work.key not in running])
         return together
 
@@ -206,7 +207,7 @@ class Suspects:
             work.suspicion = Suspicion.MARKED if work.key in marked else Suspicion.BEGUN
 
     async def count(self, work: Work) -> None:
-        """Before a run alone. What was counted and then cut off is not counted again."""
+        """Count a message before it runs alone. One that was counted and then cut off is not counted again."""
         _, cut_off = self._cut_off.pop(work.key, (None, 0))
         if work.suspicion is not Suspicion.COUNTED:
             await uninterrupted(self._count(work, cut_off))
@@ -217,16 +218,17 @@ class Suspects:
         work.suspicion = Suspicion.COUNTED
 
     async def uncount(self, work: Work) -> None:
-        """For a message that did not run, or was cancelled (B9)."""
+        """Undo the count of a message that did not run, or was cancelled (B9)."""
         if work.suspicion is Suspicion.COUNTED:
             work.suspicion = Suspicion.BEGUN
             await uninterrupted(self._store.uncount_attempt(work.claim))
             work.attempts -= 1
-            if not work.attempts:  # no earlier run is left on record
+            if not work.attempts:  # no earlier run has a row any more
                 work.suspicion = Suspicion.SUSPECT
 
     async def unmark(self, group: Sequence[Work]) -> None:
-        """For messages that did not run, or were rolled back. If it fails they stay marked, and known here as ours."""
+        """Delete the marks of messages that did not run, or were rolled back. If that fails they stay marked, and this
+        process knows the marks as its own."""
         if marked := [work for work in group if work.suspicion is Suspicion.MARKED and not work.attempts]:
             with suppress(StoreUnavailable):
                 await uninterrupted(self._unmark(marked))
@@ -237,7 +239,7 @@ class Suspects:
             work.suspicion = Suspicion.SUSPECT
 
     def cut_off(self, group: Sequence[Work]) -> None:
-        """An outage: the next delivery of each key in this process takes over its mark or its count."""
+        """After an outage, the next delivery of each key in this process takes over its mark or its count."""
         for work in group:
             if work.suspicion in (Suspicion.MARKED, Suspicion.COUNTED):
                 put(self._cut_off, work.key, (work.suspicion, work.attempts))

@@ -1,8 +1,8 @@
-"""Handlers whose messages all fail, and functions that fail in all sagas (D17): the ledger of one process.
+"""Handlers whose messages all fail, and functions that fail in all sagas (D17), as known to one process.
 
-The rule is in `rules.failing`. A saga calls several functions, and one that works says nothing of the next one: each
-is on the ledger by its name and its code, since the names of steps may have no end, and lambdas of one handler share a
-name.
+The rule is in `rules.breaker`. A saga calls several functions, and the success of one is no evidence for the next, so
+each has an account of its own. An account is found by the function's name and code, and not by the step's name: the
+names of steps can be unlimited in number, and all lambdas of one handler share a name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEALTHY: Final = HandlerHealth()
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What may fail as a whole. `is_a` and `name` are its field in the log."""
+    """A handler or a function that may fail as a whole. `is_a` and `name` are its field in the log."""
 
     is_a: str
     name: str
@@ -61,9 +61,9 @@ def _of_handler(name: str) -> Subject:
 
 @dataclass(slots=True)
 class _Account:
-    """`failed`: what has failed and not ended yet, as far as this process has seen it. `tenants`: of how many messages
-    of each that was so, since one of it succeeded. `runs` in a row have failed since `began`, the last one with
-    `error`; `handlers`: whose they were."""
+    """`failed`: the keys that have failed and not ended yet, as far as this process knows. `tenants`: for each tenant
+    how many messages have failed since one of it succeeded. `runs` in a row have failed since `began`, the last one
+    with `error`; `handlers`: the names of the handlers that ran them."""
 
     health: HandlerHealth = _HEALTHY
     failed: dict[bytes, None] = field(default_factory=dict)
@@ -75,9 +75,9 @@ class _Account:
 
 
 class Failing:
-    """One account per subject. Unless it is `watched`, none is ever probed: nobody would wait.
+    """One account per subject. Unless it is `watched`, no subject is ever probed: there would be no worker that waits.
 
-    What fails is told apart by a key: of a message, or of a saga.
+    Failures are told apart by a key: of a message, or of a saga.
     """
 
     def __init__(self, *, watched: bool) -> None:
@@ -86,7 +86,7 @@ class Failing:
 
     @property
     def any(self) -> bool:
-        """Whether something has failed that has not ended."""
+        """Whether any message or saga has failed and not ended yet."""
         return bool(self._accounts)
 
     def of(self, subject: Subject) -> HandlerHealth:
@@ -98,12 +98,12 @@ class Failing:
         return account is not None and key in account.failed
 
     def failed_beside(self, subject: Subject, tenant: str | None) -> int:
-        """How many of this tenant have failed since one of it succeeded; 0 of what has no tenant."""
+        """How many messages of this tenant have failed since one of it succeeded; 0 without a tenant."""
         account = self._accounts.get(subject)
         return 0 if account is None or tenant is None else account.tenants.get(tenant, 0)
 
     def succeeded(self, subject: Subject, keys: Collection[bytes], tenants: Iterable[str | None] = ()) -> None:
-        """A run of these."""
+        """A run of each of these succeeded."""
         if not self._accounts or (account := self._accounts.get(subject)) is None:
             return
         for key in keys:
@@ -128,8 +128,9 @@ class Failing:
         tenant: str | None = None,
         handler: str | None = None,
     ) -> bool:
-        """Whether this failure costs no attempt. `first`: as far as its attempts tell. One that was asked for (Retry)
-        is no sign, and costs one. `handler`: whose it is, if that is not the subject."""
+        """Report a failure; returns whether it costs no attempt. `first`: no earlier attempt of it was counted. A
+        failure that the handler asked for (Retry) is no sign of an outage, and costs an attempt. `handler`: the
+        handler's name, if that is not the subject."""
         if not self._watched or isinstance(error, Retry):
             return False
         account, now = self._accounts.setdefault(subject, _Account()), asyncio.get_running_loop().time()
@@ -148,7 +149,7 @@ class Failing:
         return health.is_free(now)
 
     def all_fail(self, handler: str) -> Failures | None:
-        """What of a handler fails each time, and has for longest; None: nothing (O34)."""
+        """The subject of a handler that fails each time, and has done so for longest; None if there is none (O34)."""
         its = [(subject, of) for subject, of in self._accounts.items() if of.health.probing and handler in of.handlers]
         if not its:
             return None
@@ -157,12 +158,12 @@ class Failing:
         return Failures(what, of.runs, of.error, asyncio.get_running_loop().time() - of.began)
 
     def ended(self, subject: Subject, key: bytes) -> None:
-        """Nothing of it runs again."""
+        """The message or saga is over: it will not run again."""
         if (account := self._accounts.get(subject)) is not None:
             account.failed.pop(key, None)
 
 
 def _in_short(error: BaseException) -> str:
-    """What it is, and where. What it says may quote the message."""
+    """The kind of error, and where it was raised. Without its text, which may quote the message."""
     kind, place = error.reason if isinstance(error, BadMessage) else type(error).__name__, where(error)
     return kind if place == "unknown" else f"{kind} at {place}"

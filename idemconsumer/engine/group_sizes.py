@@ -14,7 +14,7 @@ from idemconsumer.rules.group_size import GroupSize, Least
 
 
 class GroupSizes:
-    """One `GroupSize` per handler, by name; each method reports what happened to a group of it."""
+    """One `GroupSize` per handler, by name; each method reports what happened to one of the handler's groups."""
 
     def __init__(self, *, lanes: int, most_locks: int, counts: Counts) -> None:
         self._lanes = lanes
@@ -22,7 +22,7 @@ class GroupSizes:
         self._counts = counts
         self._sizes: dict[str, GroupSize] = {}
         self._commit = Least()
-        self._collided: dict[str, float] = {}  # when groups last have, of handlers without a commit since
+        self._collided: dict[str, float] = {}  # time of the last collision, by handler, until its next commit
 
     def of(self, handler: BoundHandler) -> GroupSize:
         if (size := self._sizes.get(handler.name)) is None:
@@ -32,18 +32,18 @@ class GroupSizes:
         return size
 
     def beyond_commit(self, seconds: float) -> float:
-        """What of the last exchange of a group was not its COMMIT, but statements that were sent ahead (J26)."""
+        """How much of a group's last exchange was spent on pipelined statements and not on its COMMIT (J26)."""
         self._commit = self._commit.seen(seconds)
         return seconds - self._commit.least
 
     def committed(self, handler: BoundHandler, messages: int, seconds: float, now: float, duplicates: int) -> None:
-        """`seconds`: how long the handlers of its `messages` took together, beside its `duplicates`."""
+        """`seconds`: the total time of the handlers of its `messages`. The group also had `duplicates`."""
         self._counts.of(handler.name).handled(messages, seconds)
         self._collided.pop(handler.name, None)
         self._sizes[handler.name] = self.of(handler).clean_group(messages, seconds, now, duplicates)
 
     def repeated(self, handler: BoundHandler, duplicates: int) -> None:
-        """So many were duplicates, and nothing among them was new. 0: something was."""
+        """So many messages in a row were duplicates. 0: something was new."""
         if duplicates or self.of(handler).repeats:
             self._sizes[handler.name] = self.of(handler).repeated(duplicates)
 
@@ -54,7 +54,7 @@ class GroupSizes:
         self._sizes[handler.name] = self.of(handler).lost()
 
     def collided(self, handler: BoundHandler, contention: Contention) -> bool:
-        """Returns whether this has shut the gate, so that the rerun will not meet its rival again."""
+        """Returns whether this collision has shut the gate, so that the rerun will not meet the same rival again."""
         before, now = self.of(handler), asyncio.get_running_loop().time()
         after = before.out_of_locks(now) if contention.cap_groups else before.collided(now)
         self._sizes[handler.name], self._collided[handler.name] = after, now
@@ -70,5 +70,5 @@ class GroupSizes:
         return shut
 
     def collides(self, handler: str) -> bool:
-        """Whether the last group of this handler has collided, not long ago."""
+        """Whether a group of this handler has collided within a minute, and none has been committed since."""
         return asyncio.get_running_loop().time() - self._collided.get(handler, -math.inf) < OF_LATE

@@ -1,7 +1,7 @@
-"""Groups of joined mode: one transaction that claims, runs the handlers, completes, seals and commits; and when it
-fails, who is to blame, and what runs again.
+"""Groups of joined mode: one transaction that claims, runs the handlers, completes, seals and commits. When it fails,
+this module decides which message is to blame, and what runs again.
 
-Every detour (rerun, count, reject, dead letter) starts from a rolled-back transaction.
+Every exceptional path (rerun, count, reject, dead letter) starts from a rolled-back transaction.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from idemconsumer.user_code.time_limit import TimeLimit
 
 
 class Cut(Exception):
-    """Only the first `length` messages of the group can run now: the next one is busy, or must not come after them."""
+    """Only the first `length` messages of the group can run now. The next one is busy, or must not run with them."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -55,7 +55,7 @@ class Cut(Exception):
 
 
 class Groups:
-    """Commits a group whole, or smaller ones after a failure."""
+    """Commits a whole group, or smaller groups after a failure."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Groups:
         self._habits: dict[str, Habits] = {}
 
     async def run(self, group: Sequence[Work], *, defer: bool, behind: FailedBehind | None = None) -> list[Outcome]:
-        """Claim, run and commit `group`, or a prefix of it; `behind` is counted if all of it commits at once."""
+        """Claim, run and commit `group`, or a prefix of it. If all of it commits at once, `behind` is counted there."""
         handler, lost, whole = group[0].handler, False, len(group)
         if self._lost_connections:
             for index, work in enumerate(group):
@@ -85,7 +85,7 @@ class Groups:
                     continue
                 if index == 0:
                     return [await self._lost_again(work, loss)]
-                work.suspicion, group = Suspicion.BEGUN, group[:index]  # it comes next, and alone
+                work.suspicion, group = Suspicion.BEGUN, group[:index]  # it runs next, and alone
                 break
 
         async def commit() -> list[Outcome]:
@@ -96,11 +96,11 @@ class Groups:
             nonlocal group, behind, lost
             if behind is not None:
                 behind.in_doubt, behind = True, None
-            # Only a new claim can tell: it finds the record, inserts it, or is busy while the old one lives (J4).
+            # Only a new claim can tell: it reads the record, inserts it, or is busy while the old session lives (J4).
             log.warning("commit unknown, claiming again", **group[0].named, messages=len(group), error=str(unknown))
-            for work in group:  # the statement of one of them may be what the connection was lost over
+            for work in group:  # the statement of one of them may have broken the connection
                 work.eager = True
-            if lost:  # the group itself may be why: idle for so long that the server ended its transaction
+            if lost:  # perhaps because of the group: it was idle for so long that the server ended its transaction
                 self._sizes.lost(handler)
                 group = group[: max(1, len(group) // 2)]
             lost = True
@@ -114,7 +114,7 @@ class Groups:
                 gate_shut = self._sizes.collided(handler, contention)
                 if len(group) == 1:
                     return [await self._endings.collided(group[0], contention)]
-                if not gate_shut:  # the row may be held for long: let those before its message through
+                if not gate_shut:  # the row may be locked for long: let the messages before this one commit
                     group = group[: len(group) // 2]
             except StoreUnavailable:
                 self._sizes.lost(handler)  # as for an unknown commit
@@ -133,14 +133,14 @@ class Groups:
                 # Smaller batches show which item it is, at the latest a batch of one (G10).
                 return await self._in_parts(group, (len(group) + 1) // 2, defer=defer)
             except Exception as error:  # noqa: BLE001 - any error of the database at the seal or at COMMIT
-                # Refused at the seal or at COMMIT, so it fits no message yet: running one by one shows which it is.
+                # Refused at the seal or at COMMIT, so no message is known to be at fault: running one by one shows it.
                 self._at(Point.ROLLED_BACK, handler.name, [work.key for work in group])
                 if len(group) == 1:
                     return [await self._fail(group[0], error)]
                 return await self._in_parts(group, 1, defer=defer)
 
     async def _around(self, group: Sequence[Work], index: int, cause: HandlerFailed, *, defer: bool) -> list[Outcome]:
-        """G2: rerun and commit what came before the failed one, then decide about that one."""
+        """Rerun and commit the messages before the failed one, then decide about that one (G2)."""
         self._at(Point.ROLLED_BACK, group[0].handler.name, [work.key for work in group])
         failed, error = group[index], cause.error
         if index == 0:
@@ -159,12 +159,12 @@ class Groups:
             await self._endings.count(failed, error, behind)
             if not self._endings.ends(failed, failed.attempts):
                 return [*outcomes, await self._endings.conclude(failed, error)]
-        # G7: it may have been decided by what was rolled back, or by what a neighbour did to the transaction.
+        # G7: its failure may be due to a message that was rolled back, or to a neighbour's change of the transaction.
         (again,) = await self.run([failed], defer=defer)
         return outcomes if again.kind is OutcomeKind.BUSY and not defer else [*outcomes, again]
 
     async def _in_parts(self, group: Sequence[Work], size: int, *, defer: bool) -> list[Outcome]:
-        """Run groups of `size` one after another, up to one that is not decided whole."""
+        """Run groups of `size` one after another, until one is not decided as a whole."""
         outcomes: list[Outcome] = []
         for start in range(0, len(group), size):
             outcomes += await self.run(group[start : start + size], defer=defer)
@@ -173,7 +173,7 @@ class Groups:
         return outcomes
 
     async def _lost_again(self, work: Work, loss: ConnectionLost) -> Outcome:
-        """B13: from now on it is counted before each run, and runs alone; what was counted has failed."""
+        """From now on the message is counted before each run, and runs alone; a counted run has failed (B13)."""
         if work.suspicion is Suspicion.COUNTED:
             outcome = await self._endings.lost(work, loss)
             if outcome.kind is OutcomeKind.DEAD:
@@ -192,17 +192,17 @@ class Groups:
     async def _commit(
         self, group: Sequence[Work], *, defer: bool, behind: FailedBehind | None, look: bool
     ) -> list[Outcome]:
-        """An outcome of each; of the head alone if it is busy and not to be deferred. Raises Cut if not all of them can
-        run in one transaction.
+        """One outcome for each; only the first one's if its key is busy and `defer` is false. Raises Cut if not all of
+        them can run in one transaction.
 
-        `look` for connections that break under a handler without its notice: a COMMIT has just failed.
+        `look`: check after each handler whether its connection broke unnoticed, since a COMMIT has just failed.
         """
         handler, now = group[0].handler, asyncio.get_running_loop().time
         name = handler.name
         if handler.decodes and (later := await self._renew(group)) is not None:
             return [later]
         leaders: dict[bytes, Work] = {}
-        for work in group:  # G1: a key runs once; its later deliveries are judged by what the first one leaves
+        for work in group:  # G1: a key runs once; its later deliveries are judged by the first one's result
             leaders.setdefault(work.key, work)
         keys = list(leaders)
         results: dict[bytes, StoredResult] = {}
@@ -272,7 +272,8 @@ class Groups:
         return outcomes
 
     async def _renew(self, group: Sequence[Work]) -> Outcome | None:
-        """Payloads for those that ran before. Of the first one the outcome, if it is not to be decoded now (D26)."""
+        """Decode again for messages that ran before. Returns the first one's outcome if it cannot be decoded now
+        (D26)."""
         for index, work in enumerate(group):
             try:
                 await reading.renew(work.handler, _call(work))
@@ -306,10 +307,10 @@ class Groups:
     ) -> StoredResult | None:
         """Run one handler, of `work` or of a whole batch, on the group's transaction.
 
-        Raises HandlerFailed with `index`, unless the handler of a batch names the item.
+        Raises HandlerFailed with `index`; if a batch handler names the item at fault, with that item's index.
 
-        A suspect runs in a task of its own. Any other handler that cancels its task ends its lane, and so its worker,
-        and its message comes again as a suspect.
+        A suspect runs in a task of its own (B10). Any other handler that cancels its task ends its lane, and so its
+        worker; its message is then delivered again, as a suspect.
         """
         handler, alone = work.handler, index
 
@@ -318,6 +319,7 @@ class Groups:
             if items is not None and (failed := items.first_failed()):
                 index, error = failed
                 raise error
+            # The transaction must be open, and not failed.
             claims.check(look=look)  # J8
             return codecs.encode_result(value)
 
@@ -330,34 +332,34 @@ class Groups:
         except Exception as error:
             failed = HandlerFailed(index, error)
             if failed.lost is not None:
-                failed.index = alone  # whatever a batch has said of its items
+                failed.index = alone  # whichever item a batch has named
             elif isinstance(error, StoreUnavailable | Contention) and not error.by_function:
                 raise
             raise failed from error
 
     def _started(self, claims: PostgresClaims, work: Work, items: Items | None) -> Awaitable[Any]:
-        """The run of a handler. It alone holds its Tx: what still holds that afterwards is the handler's own (J19)."""
+        """The run of a handler. Nothing here keeps its Tx: if that is alive afterwards, the handler kept it (J19)."""
         handler = work.handler
         tx = claims.tx(self._habits_of(work)) if handler.needs_tx else None
         return handler.run(_call(work), tx, work.attempt) if items is None else handler.run_batch(items, tx)
 
     def _habits_of(self, work: Work) -> Habits | None:
-        """None: all statements of its run are waited for."""
+        """The handler's habits. None: all statements of this run are waited for."""
         if work.eager or work.suspected:
             return None
         return self._habits.setdefault(work.handler.name, Habits(work.handler.options.timeout))
 
 
 def _stops(outcomes: Sequence[Outcome]) -> bool:
-    """Whether the last one must run again, so that nothing behind it may run first."""
+    """Whether the last message must run again, so that no message behind it may run first."""
     return bool(outcomes) and outcomes[-1].kind in (OutcomeKind.RETRYING, OutcomeKind.BUSY)
 
 
 def _eagerly(group: Sequence[Work], new: Sequence[int], unforeseen: RunEagerly, claims: PostgresClaims) -> Exception:
-    """What follows when a statement that was sent ahead has failed, or its answer is asked for too late (J27).
+    """What follows when a pipelined statement has failed, or its answer is asked for too late (J27).
 
-    It decides nothing: the run that waits for each answer does. A lost connection may be anybody's, and an item of a
-    batch is not known.
+    The failure decides nothing; the next run, which waits for each answer, does. A lost connection may be any message's
+    fault, and the item of a batch is not known.
     """
     if unforeseen.error is None:
         return Cut(len(group))
@@ -373,7 +375,7 @@ def _eagerly(group: Sequence[Work], new: Sequence[int], unforeseen: RunEagerly, 
 
 
 def _payload(index: int, work: Work) -> object:
-    """For one run of a batch. Raises HandlerFailed."""
+    """The payload of an item, for one run of a batch. Raises HandlerFailed."""
     try:
         return work.handler.payload(_call(work))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A delivery on its way through the engines."""
+"""A delivery while it is processed by the engines."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from idemconsumer.stores.leased_saga import LeasedSaga
 
 
 class Suspicion(Enum):
-    """Whether a delivery may have killed a worker, and what is on record of that. See `Suspects`."""
+    """Whether a delivery may have killed a worker, and what is recorded about that. See `Suspects`."""
 
     NONE = "none"
-    SUSPECT = "suspect"  # delivered before; nothing is on record of it
-    MARKED = "marked"  # this process has put on record that it is about to run, or that it ran and failed
-    BEGUN = "begun"  # an earlier run is on record, of a process that may have died of it: it runs alone
-    COUNTED = "counted"  # as BEGUN, and the coming run is among its attempts already
+    SUSPECT = "suspect"  # delivered before; it has no row in `attempt`
+    MARKED = "marked"  # this process has recorded that it is about to run, or that it ran and failed
+    BEGUN = "begun"  # another process has left a row, and may have been killed by it: it runs alone
+    COUNTED = "counted"  # as BEGUN, and its attempts include the coming run already
 
 
 @dataclass(slots=True, eq=False)
 class SagaWork:
-    """What is known of a delivery that is a saga's.
+    """What is known of a delivery to a saga's handler.
 
-    `leased` is the saga, while this worker holds it. `resumed`: it came from the store, and no broker waits for its
-    settlement. `in_doubt`: a write under the saga's token may still be in flight. `noted`: the saga's history has this
+    `leased` is the saga, while this worker holds it. `resumed`: it came from the store, and there is nothing to settle
+    at a broker. `in_doubt`: a write with the saga's token may still be in flight. `noted`: the saga's history has this
     delivery already.
     """
 
@@ -50,18 +50,19 @@ class SagaWork:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One delivery on its way through the engine: decoded, or refused because it could not be.
+    """One delivery while the engine processes it: decoded, or refused because it could not be decoded.
 
-    `attempts` were counted so far; `spared` runs failed and cost none (D17). `saga` is there for a saga's handler.
-    `own_id` is its position at its broker or its message id, the same for each delivery of it and of no other message;
-    None where there is neither. `first`: it was never delivered before. `pending`: its record waits for it, and
-    `row` is its delivery from our own queue (D19). `letter`: the dead letter that it was redriven from.
-    `stray`: it says that it was accepted, and the store that no record waits for it (H46).
-    `misread`: its refusal is what reading it has shown, which may be the reader's fault (D25). `put_by`: how often it
-    was not to be read then (D26).
-    `eager`: its statements are waited for, since a run that did not wait has told too little (J27).
-    `abandoned` tells when waiting for a rival has become pointless, because the broker has taken the delivery back.
-    `arrived`: when, by the monotonic clock. `logged`: the delivery log has what became of it.
+    `attempts`: how many were counted so far. `spared`: how many runs failed without costing one (D17). `saga`: only for
+    a saga's handler. `own_id`: its position at its broker or its message id, the same for each delivery of this message
+    and for no other message; None if there is neither. `first`: it was never delivered before. `pending`: its record
+    waits for it. `row`: its row in our own queue (D19). `letter`: the dead letter that it was redriven from.
+    `stray`: its header says that it was accepted, but in the store no record waits for it (H46).
+    `misread`: `refusal` comes from reading it, and the fault may be the reader's (D25). `put_by`: how many times it
+    could not be read yet (D26).
+    `eager`: its statements are waited for, since a pipelined run failed, or needed an answer that was not
+    there yet (J27).
+    `abandoned` returns whether the broker has taken the delivery back, so that waiting for a rival is pointless.
+    `arrived`: when, by the monotonic clock. `logged`: its outcome is in the delivery log.
     """
 
     message: Message
@@ -101,7 +102,8 @@ class Work:
         row: tuple[int, int] | None = None,
         letter: int | None = None,
     ) -> Work:
-        """Decoded if that needs no waiting, and no `refusal`. `leased`: the saga that it began, from the store."""
+        """Create the work and decode it, if decoding does not wait and there is no `refusal`. `leased`: the saga of
+        this delivery, from the store."""
         saga = SagaWork(leased, resumed=leased is not None) if handler.leased else None
         attempts = 0 if refusal is None else refusal.attempts
         work = cls(
@@ -124,8 +126,8 @@ class Work:
         return work
 
     def read_now(self) -> bool:
-        """Decode it, unless that was done, it is refused, or it is a saga that is to be alone then. False: only `read`
-        can, since it has to wait."""
+        """Decode it, unless it is decoded or refused, or belongs to a saga that has to run alone even then. False: its
+        decoding waits, so that only `read` can do it."""
         if self.call is not None or self.refusal is not None or (self.leased is not None and self.leased.suspect):
             return True
         if self.handler.waits_for(self.message):
@@ -137,7 +139,7 @@ class Work:
         return True
 
     async def read(self) -> None:
-        """Decode it, also once more: what could not be read may be readable by now."""
+        """Decode it, also again: a message that could not be read may be readable by now."""
         if self.misread:
             self.refusal, self.misread = None, False
         if self.call is None and self.refusal is None:
@@ -147,7 +149,8 @@ class Work:
                 self._is_misread(bad)
 
     def _is_misread(self, bad: BadMessage) -> None:
-        # Without its traceback, whose frames hold this: a large body would stay until a garbage collection.
+        # A copy without its traceback, whose frames refer to this work: a large body would stay in memory until a
+        # garbage collection.
         self.refusal = (
             NotReadNow(bad.error)
             if isinstance(bad, NotReadNow)
@@ -157,7 +160,7 @@ class Work:
 
     def _is_read(self, call: Call) -> None:
         leased = self.leased
-        if leased is not None:  # L17: the key it is stored under, whatever the key rule makes of the message now
+        if leased is not None:  # L17: the stored key counts, whatever the key rule makes of the message now
             call.claim = msgspec.structs.replace(
                 call.claim, key=leased.key, scope=leased.scope, fingerprint=None, canonical=None
             )
@@ -168,7 +171,7 @@ class Work:
         self.call = call
 
     def suspect(self) -> None:
-        """It may have killed a worker. Not for sagas, which count their takeovers."""
+        """Mark it as a possible killer of a worker. Not for sagas, which count their takeovers."""
         if self.suspicion is Suspicion.NONE and not self.handler.leased:
             self.suspicion = Suspicion.MARKED if self.attempts else Suspicion.SUSPECT
 
@@ -178,12 +181,12 @@ class Work:
 
     @property
     def alone(self) -> bool:
-        """Whether nothing else of this process may run beside it."""
+        """Whether nothing else of this process may run at the same time."""
         return self.suspicion in (Suspicion.BEGUN, Suspicion.COUNTED)
 
     @property
     def nonce(self) -> bytes:
-        """Of this delivery, for what has no `own_id`."""
+        """A random id of this delivery, for a message without `own_id`."""
         self._nonce = self._nonce or secrets.token_bytes(16)
         return self._nonce
 
@@ -196,57 +199,58 @@ class Work:
 
     @property
     def identity(self) -> bytes:
-        """By which it is told from others in this process, also if it cannot be read."""
+        """Tells it apart from other messages in this process, even if it cannot be read."""
         return self._nonce or self.key or self.nonce
 
     @property
     def named(self) -> dict[str, object]:
-        """Which message a line of the log is about (O9)."""
+        """The fields that tell which message a log line is about (O9)."""
         attempt = self.attempt if self.leased is None else self.leased.attempt
         return named(self.handler, self.message, self.key) | {"attempt": attempt}
 
     @property
     def of_saga(self) -> SagaWork:
-        """What is known of a delivery of a saga's handler."""
+        """What is known of it as a delivery to a saga's handler."""
         assert self.saga is not None
         return self.saga
 
     @property
     def leased(self) -> LeasedSaga | None:
-        """The saga that this worker holds for it."""
+        """The saga of this delivery, if this worker holds it."""
         return None if self.saga is None else self.saga.leased
 
     @property
     def tenant(self) -> str | None:
-        """None also while it is not read."""
+        """Its tenant; None also if it is not decoded yet."""
         return None if self.call is None else self.call.tenant
 
     @property
     def claim(self) -> Claim:
-        """Only for a message that could be decoded."""
+        """Its claim. Only for a message that could be decoded."""
         assert self.call is not None
         return self.call.claim
 
     @property
     def known_claim(self) -> Claim | None:
-        """That of its record, also if it can no longer be decoded. None: it has no key."""
+        """The claim of its record, even if it can no longer be decoded. None: it has no key."""
         if self.call is not None or self.pending is None:
             return None if self.call is None else self.call.claim
         retain = self.handler.options.retain
         return Claim(self.pending.key, self.pending.scope, fingerprint=None, retain=retain, pending=True)
 
     def claimed(self, found: Found) -> None:
-        """What its own claim has found. One that waits for it is BUSY, if it is not free."""
+        """Note the result of its own claim. A record that waits for this message shows as claimed or BUSY; if the
+        result is a record, none waits for it."""
         self.stray = self.stray or (self.claim.token is not None and isinstance(found, Record))
 
     def judge(self, found: Found) -> Verdict:
-        """What its record, or whoever holds its key, says about it. A message that says that it was accepted is what a
-        PENDING record waits for, until its own claim tells otherwise (H46)."""
+        """The verdict by its record, or by the owner of its key. A PENDING record is taken to wait for a message whose
+        header says that it was accepted, until the message's own claim shows otherwise (H46)."""
         awaited = self.pending is not None or (self.claim.token is not None and not self.stray)
         return self.claim.judge(found, pending=awaited)
 
     def may_be_awaited(self, record: Record) -> bool:
-        """Whether only its own claim tells if this record waits for it."""
+        """Whether only its own claim shows if this record waits for it."""
         return record.state is State.PENDING and self.claim.token is not None and not (self.stray or self.pending)
 
     @property
@@ -254,14 +258,14 @@ class Work:
         return self.spared + self.attempts + (self.suspicion is not Suspicion.COUNTED)
 
     def failed(self, attempts: int) -> None:
-        """A run of it failed and was counted: `attempts` is the new number. It ended, so it killed nobody."""
+        """A run of it failed and was counted: `attempts` is the new number. The run ended, so it killed no worker."""
         self.attempts = attempts
         if self.suspected:
             self.suspicion = Suspicion.MARKED
 
 
 def named(handler: BoundHandler, message: Message, key: bytes = b"") -> dict[str, object]:
-    """As `Work.named`, of a message that may not have been read."""
+    """As `Work.named`, for a message that may not be decoded."""
     place = {"source": message.source, "position": message.position or message.message_id, "key": key}
     return {"handler": handler.name} | {name: value for name, value in place.items() if value}
 

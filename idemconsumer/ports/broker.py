@@ -1,4 +1,4 @@
-"""What the worker needs of a broker. What only one broker must do stays inside its adapter."""
+"""What the worker needs of a broker. What only one kind of broker needs stays inside its adapter."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from idemconsumer.message.reply_address import Address
 
 
 class Epoch:
-    """One span in which this process owns what a session delivered (a Kafka assignment, a channel).
+    """A span of time in which this process owns what a session delivered (a Kafka assignment, a channel).
 
-    `retiring`: no more of it may start; what runs may finish and settle. `ended`: what finishes now is forgotten.
-    `waiting` counts those of its deliveries that sit in the waiting room.
-    `probation` is the number of inherited deliveries, for each lane, that are suspects first, since the broker cannot
-    tell which of them was running when the former owner died (K10).
-    `returns_count`: the broker counts what is given back as delivered, and may drop what was delivered too often.
-    `takes_back`: what is released is free for others at once, at no cost, also while its session goes on (O14).
+    `retiring`: none of its deliveries may start any more; those that run may finish and settle. `ended`: the result of
+    a delivery that finishes now is not settled. `waiting` counts its deliveries in the waiting room.
+    `probation` is the number of inherited deliveries, for each lane, that are suspects at first, since the broker does
+    not tell which of them were running when the former owner died (K10).
+    `returns_count`: the broker counts a returned message as delivered, and may drop one after too many deliveries.
+    `takes_back`: a released delivery is free for other consumers at once, at no cost, while its session goes on (O14).
     """
 
     def __init__(self, probation: int = 0, *, returns_count: bool = False, takes_back: bool = False) -> None:
@@ -35,19 +35,19 @@ class Epoch:
         self.takes_back = takes_back
         self.waiting = 0
         self._probation = probation
-        self._passed = Counter[tuple[int, Hashable | None]]()  # suspects, by handler, all and of each order
+        self._passed = Counter[tuple[int, Hashable | None]]()  # suspects, by handler: in all, and of each order
         self._running = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
 
     def on_probation(self, handler: int, lanes: int, order: Hashable | None = None) -> bool:
-        """Whether a delivery is a suspect, to the handler of this number, which has so many `lanes`. Of one `order` no
-        more than one lane's part was running."""
+        """Whether a delivery is a suspect, for the handler of this number, which has `lanes` lanes. Only one lane
+        at a time runs messages of one `order`, so no more of them are suspects than one lane can have had running."""
         of_order = 0 if order is None else self._passed[handler, order]
         return of_order < self._probation and self._passed[handler, None] < self._probation * lanes
 
     def passed(self, handler: int, order: Hashable | None = None) -> None:
-        """One that was a suspect was actually run (not a duplicate), and did not kill this worker."""
+        """A suspect was actually run (it was no duplicate), and did not kill this worker."""
         self._passed.update({(handler, None), (handler, order)})
 
     def start(self, count: int) -> None:
@@ -61,11 +61,11 @@ class Epoch:
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing of it runs."""
+        """Whether none of its deliveries is running."""
         return self._quiet.is_set()
 
     async def quiet(self) -> None:
-        """Wait until nothing of this epoch runs any more."""
+        """Wait until none of its deliveries is running."""
         await self._quiet.wait()
 
     def end(self) -> None:
@@ -73,14 +73,14 @@ class Epoch:
 
 
 class Delivery(msgspec.Struct, frozen=True, eq=False):
-    """One arrival of a message. `handle` is how its broker settles it, opaque to all others.
+    """One arrival of a message. `handle` is what its broker needs to settle it, opaque to all others.
 
-    `suspect`: it was delivered before, so it may have killed a worker. `inherited`: its source's last owner may have
-    died, and may have begun it (K10). `count` is the broker's delivery count, a hint.
+    `suspect`: it was delivered before, so it may have killed a worker. `inherited`: the last owner of its source may
+    have died, and may have begun it (K10). `count` is the broker's delivery count, a hint.
     `take_over` (Q2): its broker may soon drop it after too many deliveries. The worker commits it to the handler's
     own queue in Postgres, settles it, and runs it from there. `anonymous`: it has no position at its broker that a
-    redelivery would have too. `refusal`: it cannot be read, and a person wants a dead letter in its place. `source`
-    is what was subscribed to, perhaps a pattern; None: the message's own.
+    redelivery would have too. `refusal`: why it cannot be read; a dead letter takes its place. `source` is the
+    subscribed source, perhaps a pattern; None: the message's own.
     """
 
     message: Message
@@ -96,24 +96,24 @@ class Delivery(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def own_id(self) -> str | None:
-        """The same for each delivery of this message, and of no other: its position, or the producer's id of it. None
-        where there is neither; an empty id is none."""
+        """An id that each delivery of this message has, and no other message: its position, or the id that its producer
+        gave it. None if there is neither; an empty id counts as none."""
         return (self.message.message_id if self.anonymous else self.message.position) or None
 
     @property
     def identity(self) -> str:
-        """The same for each delivery of this message, and known before anything of it is decoded."""
+        """An identity that each delivery of this message has, known before anything of it is decoded."""
         message = self.message
         body = hashlib.sha256(message.body).hexdigest()
         if not self.anonymous:
-            return f"{message.position}#{body}"  # a topic that was made anew has the same positions
+            return f"{message.position}#{body}"  # a topic that was deleted and created again has the same positions
         return f"{hashlib.sha256(sent_headers(message.headers)).hexdigest()}#{body}#{message.message_id or ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to publish. `key` orders it (Kafka record key, unless it has a `record_key`) or else identifies it
-    (message id). It arrives after `delay` seconds at the earliest, where its broker can do that."""
+    """A message to publish. `key` orders it (it is the Kafka record key, unless there is a `record_key`) or else
+    identifies it (message id). It arrives after `delay` seconds at the earliest, if its broker supports that."""
 
     body: bytes
     headers: Mapping[str, str | bytes] = field(default_factory=dict)
@@ -135,8 +135,8 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """Why a reply is not confirmed. `final`: no further try would help, and `gone`: since there is no such queue or
-    topic any more."""
+    """Why a message or a reply is not confirmed. `final`: another try would not help. `gone`: it is final because the
+    queue or topic no longer exists."""
 
     text: str
     final: bool = False
@@ -144,7 +144,7 @@ class Unsent:
 
 
 BEHIND: Final = Unsent("another message of the same order is not confirmed yet")
-"""Not sent, and for no fault of its own: it is to be sent again with the one that it waits for."""
+"""Not sent, only because of the order: it is to be sent again together with the message that it waits for."""
 
 
 @dataclass(slots=True)
@@ -158,10 +158,10 @@ class BytesInHand:
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What a session may have outstanding (D8). `group` is the largest group that may ever form. `in_flight` =
-    lanes x group + waiting room, and no session exceeds it; times in seconds. `share` says for a source how many
-    messages its lanes can begin soon (D12), without those in the waiting room; `memory` is what all sessions hold.
-    `paused` says whether nothing of a source is to be taken now (O14). Of a body above `max_message_bytes` no more is
-    held, where the broker's client allows it (D8)."""
+    lanes x group + waiting room, and no session exceeds it; times in seconds. `share` returns for a source how many
+    messages its lanes can begin soon (D12), without those in the waiting room. `memory`: the bytes that all sessions
+    hold. `paused` returns whether a source is paused, so that nothing of it is to be taken (O14). Of a body above
+    `max_message_bytes` no more than that is held, if the broker's client can do so (D8)."""
 
     lanes: int
     group: int
@@ -184,15 +184,15 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """How many messages of a source nobody has taken yet, and for how many seconds the oldest of them has been there at
-    most; None where that is not known. `part`: of what this session reads, else of the whole source."""
+    """How many messages of a source no consumer has taken yet, and the most seconds that the oldest of them can have
+    been there; None if that is unknown. `part`: it covers only what this session reads, not the whole source."""
 
     messages: int
     seconds: float | None = None
     part: bool = False
 
     def beside(self, other: Lag) -> Lag:
-        """What two sessions know together of one source."""
+        """What two sessions know of one source, combined."""
         seconds = max((each for each in (self.seconds, other.seconds) if each is not None), default=None)
         together = self.messages + other.messages if self.part else max(self.messages, other.messages)
         return Lag(together, seconds, self.part)
@@ -200,7 +200,7 @@ class Lag:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of `idemconsumer check`, or of `doctor`, with what to do. A `note` is nothing that has to be mended."""
+    """One line of `idemconsumer check` or `doctor`, with what to do. A `note` needs no action."""
 
     level: Literal["ok", "note", "warning", "error"]
     subject: str
@@ -208,35 +208,36 @@ class Finding:
 
 
 class Session(Protocol):
-    """One connection with its epochs. It ends at the first sign of loss (D6), and a new one is opened."""
+    """One connection with its epochs. It ends at the first sign that it is lost (D6), and a new one is opened."""
 
     @property
     def losses_count(self) -> bool:
-        """Whether its broker counts what is lost with it as delivered, and drops what was delivered too often."""
+        """Whether messages lost with the session count as delivered at its broker, which drops one after too many."""
 
     async def fetch(self) -> Sequence[Delivery]:
         """The next deliveries; waits a short time (about a second at most) and may be empty.
 
-        Keeps outstanding deliveries (fetched, not yet settled, released or forgotten) within the bounds by itself, by
-        pausing at the broker, which it logs once; takes nothing of a source that is `paused`, from a second or so later
-        on, and stays a member of its group. Called by one task, which is never cancelled: it ends by
-        SessionEnded, raised after a loss or `close()`; or by ConfigurationError, when no further one is to be opened.
+        Keeps outstanding deliveries (fetched, not yet settled, released or forgotten) within the bounds by itself: it
+        pauses at the broker, and logs that once. It takes nothing of a source that is `paused`, from about a second
+        later on, and stays a member of its group. Called by one task, which is never cancelled. It ends by raising
+        SessionEnded, after a loss or `close()`, or ConfigurationError, after which no new session is to be opened.
         """
 
     async def settle(self, deliveries: Sequence[Delivery]) -> None:
-        """Tell the broker, in batches, that these are finished. Ignores deliveries of an ended epoch, and any loss."""
+        """Tell the broker, in batches, that these are finished. Ignores deliveries of an ended epoch. Raises nothing if
+        the session is lost."""
 
     async def release(self, deliveries: Sequence[Delivery]) -> None:
         """Give back deliveries that never started, if the broker can take them back at no cost."""
 
     async def idle(self) -> bool:
-        """Whether the broker has nothing more for this session (for --until-empty); what it holds does not count."""
+        """Whether the broker has nothing more for this session (for --until-empty). Messages it holds do not count."""
 
     async def stop_fetching(self) -> Sequence[Delivery]:
         """First half of a drain: no new deliveries from now on; memberships, acks and visibility are kept up.
 
-        Returns those that `fetch` has not brought, and whose return would count as a delivery (D11). What else has
-        arrived is given back."""
+        Returns the deliveries that `fetch` has not returned yet and whose return would count as a delivery (D11). Other
+        messages that have arrived are given back."""
 
     async def close(self) -> None:
         """Second half: make settlements durable (commit offsets, flush acks), then leave. Bounded in time."""
@@ -247,7 +248,7 @@ class Broker(Protocol):
 
     @property
     def hands_over(self) -> bool:
-        """Whether its sessions may set `take_over` on a delivery, so that each handler needs a queue of its own."""
+        """Whether its sessions may set `take_over` on a delivery. Then each handler needs a queue of its own."""
 
     def feed(self, subscription: Subscription) -> str:
         """Subscriptions with the same feed name share one session (Kafka: the consumer group)."""
@@ -258,21 +259,23 @@ class Broker(Protocol):
         """Publish to a topic or queue; returns when the broker has confirmed all of them."""
 
     async def check_destination(self, name: str) -> None:
-        """Publishes nothing. Raises BrokerUnavailable where `publish` would: unreachable, or missing."""
+        """Publishes nothing. Raises BrokerUnavailable if `publish` would, for a broker that is unreachable or a
+        destination that does not exist."""
 
     async def check(self, subscription: Subscription) -> list[Finding]:
-        """Findings: is it reachable, does the source exist, do limits lose messages. Never raises for what it finds."""
+        """Check whether it is reachable, whether the source exists, and whether limits lose messages. Problems are
+        returned, never raised."""
 
     async def close(self) -> None: ...
 
 
 @runtime_checkable
 class Replying(Protocol):
-    """A broker whose messages can ask for an answer."""
+    """A broker whose messages can ask for a reply."""
 
     async def reply(self, replies: Sequence[Reply]) -> list[Unsent | None]:
-        """Send all at once, and wait until the broker has confirmed each: None; else what is known. Their ids differ.
-        Raises nothing of the broker's. It connects nowhere but where the requests came from."""
+        """Send all at once, and wait for the broker's confirmations. For each reply: None if it is confirmed, else why
+        not. Their ids differ. Raises no error of the broker's. Connects to no server but the requests' own."""
 
 
 @runtime_checkable
@@ -280,24 +283,25 @@ class Relaying(Protocol):
     """A broker that messages of the outbox are relayed to."""
 
     async def relay(self, name: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
-        """Send in this order, and wait until the broker has confirmed each: None; else what is known, `final` for what
-        it refuses for that message's own sake. Behind one that is not confirmed nothing of its order is sent (X5): of
-        its record key, of its group in a FIFO queue, of its message id. What is given up after a time may still get
-        there. Raises BrokerUnavailable and ConfigurationError, and then some may be there."""
+        """Send in this order, and wait for the broker's confirmations. For each message: None if it is confirmed, else
+        why not, with `final` if the broker refuses the message itself. Behind an unconfirmed message nothing of its
+        order is sent (X5); the order is its record key, its group in a FIFO queue, or its message id. A message that is
+        given up after a timeout may still arrive. Raises BrokerUnavailable and ConfigurationError, and then some
+        messages may have arrived."""
 
 
 @runtime_checkable
 class KnowsLag(Protocol):
-    """A session that can say how far it is behind."""
+    """A session that knows how far it is behind."""
 
     async def lag(self, *, whole: bool) -> Mapping[str, Lag]:
-        """By source; of whole sources only if asked to, since every session would say the same. What cannot be told now
-        is left out, and the session goes on as if nobody had asked. May be cancelled."""
+        """The lag by source. Lags of whole sources only if `whole`, since every session would return the same. A source
+        whose lag is unknown now is left out, and the session is not affected. May be cancelled."""
 
 
 @runtime_checkable
 class KnowsSilence(Protocol):
-    """A session that goes on for a while when its server says nothing."""
+    """A session that continues for a while when its server does not answer."""
 
     @property
     def silence(self) -> float | None:
@@ -306,18 +310,18 @@ class KnowsSilence(Protocol):
 
 @runtime_checkable
 class BesideSagas(Protocol):
-    """A broker in the database that has the sagas, too: one look is for both (L61)."""
+    """A broker in the database that also has the sagas: one query serves both (L61)."""
 
     def wake_sagas_by(self, wake: Callable[[], None]) -> None:
-        """`wake` is called when a signal has made a saga due. To be called before a session is opened. Nothing may
-        depend on it: some sessions hear nothing."""
+        """`wake` is called when a signal has made a saga due. To be called before a session is opened. Only a hint:
+        some sessions receive no notifications."""
 
     @property
     def queues(self) -> Sequence[str]:
-        """The names of those that the open sessions read, and have been able to read of late."""
+        """The names of the queues that the open sessions read, and were able to read lately."""
 
     def looked(self, found: Mapping[str, float]) -> None:
-        """Tell it what a look at these queues has found, as in `stores.leased_saga.DueLook`."""
+        """Pass on the result of a query for these queues, as in `stores.leased_saga.DueLook`."""
 
     def held_up(self) -> None:
-        """Tell it that a look at these queues has not come back: it is to look itself (L67)."""
+        """Report that a query for these queues has not returned: the broker is to query itself (L67)."""

@@ -1,4 +1,4 @@
-"""Who may watch: the named points that a message and a saga pass."""
+"""Observers, and the named points that a message and a saga pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Observer(Protocol):
 
 @runtime_checkable
 class SeesOutcomes(Protocol):
-    """An observer that is also told what each run of a delivery came to, once its broker knows it."""
+    """An observer that also gets the outcome of each run of a delivery, once its broker knows it."""
 
     def ended(self, handler: str, message: Message, outcome: Outcome) -> None: ...
 
@@ -32,7 +32,7 @@ class NullObserver:
 
 
 class Point(StrEnum):
-    """Named places on the path of one message; a crash at any of them must lose and double nothing.
+    """Named places on the path of one message; a crash at any of them must neither lose nor double anything.
 
     * Before it runs: `fetched` from its broker. `reading` and `read`, around the decoding of a message that may have
       killed a worker. `dispatched` to its lane. `suspects_marked` or `suspect_counted`, for such messages before they
@@ -41,8 +41,8 @@ class Point(StrEnum):
     * Once the result is known: `committed` or `rolled_back`.
     * After a failure: `attempt_counted`; `rejecting`, `rejected`; `dead_lettering`, `dead_lettered`.
     * Finally: `settling` and `settled` with the broker.
-    * Beside that: `relaying` and `relayed`, around the sending of outgoing messages, whose rows are deleted then; for
-      these two, the handler is the destination.
+    * Apart from these: `relaying` and `relayed`, around the sending of outgoing messages, before their rows are
+      deleted; for these two, the handler is the destination.
     """
 
     FETCHED = "fetched"
@@ -71,10 +71,10 @@ class SagaPoint(StrEnum):
     """Like `Point`, for the steps of a saga.
 
     * A `tx` step: `step_opening`, `step_committing`, `step_committed`.
-    * A call: `intending`, `intended`, `called` when the remote has answered, `step_recorded`.
+    * A call: `intending`, `intended`, `called` when the remote service has answered, `step_recorded`.
     * An undo: `undoing`, `undone`, with `called` in between if it undoes a call.
     * `released`: any worker may take the saga after a failure.
-    * `pausing`, `paused`: its run has ended until one of its waits is over.
+    * `pausing`, `paused`: the run has ended until one of the saga's waits is over.
     """
 
     STEP_OPENING = "step_opening"

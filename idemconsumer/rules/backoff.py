@@ -8,7 +8,7 @@ from typing import Final
 
 from idemconsumer.errors import ConfigurationError
 
-MAX_UNSETTLED: Final = 30.0  # seconds that a message may pause at its broker, in its place in an order
+MAX_UNSETTLED: Final = 30.0  # the longest pause, in seconds, for which a message stays unsettled and keeps its order
 _MAX_UNSETTLED_IN_ALL: Final = 15 * 60.0  # RabbitMQ closes a channel that leaves a delivery unacked for 30 minutes
 
 
@@ -37,12 +37,12 @@ class Backoff:
         return backoff(attempt, first=self.first, factor=self.factor, cap=self.cap, jitter=jitter)
 
     def stores(self, attempt: int) -> bool:
-        """Return whether the pause after `attempt` is too long for an unsettled message, alone or with the pauses
-        before it."""
+        """Return whether the pause after `attempt` is too long to leave the message unsettled at its broker, alone or
+        together with the pauses before it. Then the message is stored."""
         return self.delay(attempt, 0.0) > MAX_UNSETTLED or self.longest(attempt) >= _MAX_UNSETTLED_IN_ALL
 
     def longest(self, pauses: int) -> float:
-        """Return the most seconds that `pauses` pauses can take together."""
+        """Return the longest total time, in seconds, that `pauses` pauses can take."""
         total, pause = 0.0, self.first
         for done in range(pauses):
             if pause >= self.cap:

@@ -1,4 +1,4 @@
-"""What would happen if a message came again now, by what is known of its key (O7)."""
+"""What a redelivery of a message would lead to now, given the record of its key (O7)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def coming_again(
     lost: bool | None = None,
     awaited: str | None = None,
 ) -> str:
-    """In words (R12). `compared`: with another payload it is a conflict. `over`: the record is past its retention.
-    `letter`: the newest dead letter of the key that waits for a person. `lost`: what is in hand is a request, and this
-    says whether its owner was lost (H24). `awaited`: the source from which the message is to come that was accepted."""
+    """The answer in words (R12). `compared`: a different payload under the key would be a conflict. `over`: the record
+    is past its retention. `letter`: the newest dead letter of the key that waits for a person. `lost`: None unless the
+    record is of an HTTP request; then whether its owner was lost (H24). `awaited`: the source that will deliver the
+    message that was accepted."""
     text = _SAYS[state]
     if state is State.PENDING and awaited is not None:
         text = f"it would run if it is the message that was accepted and sent to {awaited}; otherwise it is a duplicate"

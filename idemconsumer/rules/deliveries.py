@@ -1,4 +1,4 @@
-"""What the delivery log says of an outcome (O22)."""
+"""How the delivery log names an outcome (O22)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from idemconsumer.rules.verdicts import Settlement, settle
 
 
 def became(outcome: Outcome) -> str | None:
-    """In a few words, which quote neither message nor error. None: it is judged again soon, by no decision of its own,
-    or was not ours."""
+    """The outcome in a few words that quote neither the message nor the error. None: nothing was decided and the
+    delivery is judged again soon, or it was not ours."""
     told, reason = str(outcome.kind), outcome.reason
     match outcome.kind:
         case OutcomeKind.APPLIED:

@@ -1,4 +1,4 @@
-"""What an exception says about what was asked of a store or a broker. The one place that decides it (H52, X10)."""
+"""What an exception says about a request to a store or a broker. The one place that decides it (H52, X10)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from idemconsumer.errors import BadMessage, CannotKeep, ConfigurationError, Inte
 
 
 class Meaning(Enum):
-    """REFUSED: who was asked says that it takes this value from nobody, and has taken nothing. PASSING: it cannot tell
-    now; another attempt may not meet that. DOUBT: nothing is known, so it may have been done."""
+    """REFUSED: the server would take this value from no client, and has taken nothing. PASSING: the server cannot
+    answer now; another attempt may succeed. DOUBT: nothing is known, so the request may have been carried out."""
 
     REFUSED = auto()
     PASSING = auto()
@@ -17,8 +17,8 @@ class Meaning(Enum):
 
 
 def meaning(error: BaseException) -> Meaning:
-    """By our own errors alone, which an adapter raises for what its server has said. What a library raises has no
-    meaning of its own: for a connection that was reset, asyncio's raise OSError, uvloop's a RuntimeError."""
+    """The meaning of an error. Only our own errors have one: adapters raise them for an answer of the server. Errors of
+    libraries mean nothing by themselves: for a reset connection asyncio raises OSError, uvloop a RuntimeError."""
     if isinstance(error, CannotKeep | BadMessage):
         return Meaning.REFUSED
     if isinstance(error, Unavailable | Interrupted | ConfigurationError):

@@ -1,42 +1,42 @@
-"""What a handler does with the answers to its statements: what is sent ahead is learnt, and not declared (J26)."""
+"""Which of a handler's statements are pipelined, learnt from whether it reads their answers, not declared (J26)."""
 
 from __future__ import annotations
 
 from typing import Final
 
-_RUNS: Final = 3  # in which nobody looked, before nobody waits
-_AFTER_FAILURE: Final = 100  # a group has run for nothing; where that is usual, the statement is mostly waited for
+_RUNS: Final = 3  # runs without a read of the answer, after which it is pipelined
+_AFTER_FAILURE: Final = 100  # runs after a failure, which cost a group; one that fails often is mostly waited for
 _MOST: Final = 1_000  # texts; a handler that makes up new ones for each message is not learnt from
 _CHARACTERS: Final = 1_000_000  # of all of them
 
 
 class Habits:
-    """Of one handler, in one process: which of its statements are sent without waiting for the answer. `timeout`: for
-    how many seconds what one run has sent may be at work."""
+    """Which statements of one handler, in one process, are pipelined: sent without waiting for the answer. `timeout`:
+    for how many seconds the pipelined statements of one run may execute."""
 
     __slots__ = ("_characters", "_missing", "timeout")
 
     def __init__(self, timeout: float | None = None) -> None:
         self.timeout = timeout
-        self._missing: dict[str, int | None] = {}  # runs until it is sent ahead; None: somebody has looked
+        self._missing: dict[str, int | None] = {}  # runs until it is pipelined; None: an answer was read
         self._characters = 0
 
     def sends(self, query: str) -> bool:
-        """Whether the answers to its last runs were of no interest to anybody."""
+        """Whether to pipeline it: the handler did not read the answers of its last runs."""
         return self._missing.get(query, _RUNS) == 0
 
     def ran(self, query: str) -> None:
-        """It was answered, and so far nobody has looked at the answer."""
+        """It was answered, and the handler has not read the answer so far."""
         if (missing := self._missing.get(query, _RUNS)) and self._knows(query):
             self._missing[query] = missing - 1
 
     def failed(self, query: str) -> None:
-        """It was sent ahead, and failed."""
+        """It was pipelined, and failed."""
         if self._missing.get(query, _RUNS) is not None and self._knows(query):
             self._missing[query] = _AFTER_FAILURE
 
     def looked(self, query: str) -> None:
-        """Somebody looked at an answer: it is waited for from now on."""
+        """The handler read an answer: the statement is waited for from now on."""
         if self._knows(query):
             self._missing[query] = None
 

@@ -1,4 +1,4 @@
-"""Whether a launcher and its workers are alive, and whether they are ready: reasons against it, as sentences (O12)."""
+"""Whether a launcher and its workers are alive and ready: the reasons why they are not, as sentences (O12)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Of a worker: it opens what it needs; it consumes; it drains; it has nothing left to do and leaves."""
+    """The phase of a worker: it opens what it needs; it consumes; it drains; it has nothing left to do and leaves."""
 
     STARTING = "starting"
     CONSUMING = "consuming"
@@ -20,8 +20,8 @@ class Phase(StrEnum):
 class WorkerHealth:
     """What a launcher knows of a worker. Times in seconds.
 
-    `silent`: since it last said something; `patience`: for how long its event loop may. `stalled`: feeds whose poll has
-    not come back, with since when. `lacking`: what it waits for before it can consume.
+    `silent`: since its last report. `patience`: for how long its event loop may be silent. `stalled`: feeds whose poll
+    has not returned, and for how long. `lacking`: what the worker waits for before it can consume.
     """
 
     worker: int
@@ -33,7 +33,7 @@ class WorkerHealth:
 
 
 def against_life(workers: Sequence[WorkerHealth], given_up: str = "") -> list[str]:
-    """Why a restart is due. A worker that starts, waits for a server, drains or is restarted is no reason."""
+    """Why a restart is due. A worker that starts, waits for a server, drains or is being restarted is no reason."""
     found = [given_up] if given_up else []
     for each in workers:
         if each.phase is not Phase.LEAVING and each.silent > each.patience:

@@ -1,4 +1,4 @@
-"""What holds up a handler, as a word and as a sentence (O34). Gauge, alerts, `status` and `doctor` read this."""
+"""What holds up a handler, as a word and as a sentence (O34). The gauge, alerts, `status` and `doctor` use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORKS: Final = "works"  # the state of a handler that nothing holds up
 
 
 class HeldUp(StrEnum):
-    """Why a handler gets nothing done, or not all that it has to do."""
+    """Why a handler makes no progress, or not enough."""
 
     PAUSED = "paused"
     DATABASE_AWAY = "database_away"
@@ -24,7 +24,7 @@ class HeldUp(StrEnum):
 
 
 class Condition(msgspec.Struct, frozen=True):
-    """`text` says what it is, without a payload; `seconds`: for how long; `workers`: in how many."""
+    """`text`: a description without payload. `seconds`: for how long. `workers`: how many workers report it."""
 
     by: HeldUp
     text: str
@@ -33,7 +33,7 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 class Failures(msgspec.Struct, frozen=True):
-    """So many `runs` in a row have failed. `what` fails; `error`: what the last one was, and where."""
+    """`runs` runs in a row have failed. `what`: what fails. `error`: the last error, and where it was raised."""
 
     what: str
     runs: int
@@ -42,8 +42,8 @@ class Failures(msgspec.Struct, frozen=True):
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who has a lock that others wait for, as the server says. What it does not tell this role is None; pid 0 is a
-    transaction that was prepared. `since`: when its transaction began."""
+    """The session that holds a lock that others wait for, as the server shows it. Fields that this role may not see are
+    None. pid 0 is a prepared transaction. `since`: when its transaction began."""
 
     pid: int
     program: str | None = None
@@ -64,7 +64,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 def paused(by: str, reason: str | None, seconds: float, workers: int) -> Condition:
-    """`workers` know of it."""
+    """The handler is paused; `workers` of its workers know."""
     return Condition(HeldUp.PAUSED, f"paused by {by}{f' ({reason})' if reason else ''}", seconds, workers)
 
 
@@ -77,8 +77,9 @@ def conditions(
     waits: float = 0.0,
     failing: Failures | None = None,
 ) -> list[Condition]:
-    """What one worker knows of one of its handlers. `database`: for how long it cannot be used, and `why`; `away`: its
-    sources that are, for so long; `holder`: of a lock that its transactions have waited for, for so long."""
+    """What holds up one handler, as one worker sees it. `database`: for how many seconds it has been unusable, and
+    `why`. `away`: its unreachable sources, each with the seconds. `holder`: the session that holds a lock for which
+    this handler's transactions have waited, for `waits` seconds."""
     found = []
     if database is not None:
         found.append(
@@ -97,7 +98,7 @@ def conditions(
 
 
 def together(known: Iterable[Condition]) -> list[Condition]:
-    """What several workers know of one handler: of each kind that which has lasted for longest."""
+    """Merge what several workers report of one handler: of each kind the condition that has lasted longest."""
     found: dict[HeldUp, Condition] = {}
     for each in sorted(known, key=lambda each: -each.seconds):
         before = found.get(each.by)

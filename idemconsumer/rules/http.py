@@ -8,20 +8,20 @@ from enum import Enum
 from typing import Final
 
 MAX_KEY: Final = 255  # characters
-MOST_DIGITS: Final = 18  # of a length that any server could have
+MOST_DIGITS: Final = 18  # of a content length; one with more digits exceeds any limit
 
 _STRING: Final = r'"((?:[ !#-\[\]-~]|\\["\\])*)"'
-_BARE: Final = r"[!#-+\--:<-\[\]-~]+"  # what is visible, but not `"`, `,`, `;` and `\`
+_BARE: Final = r"[!#-+\--:<-\[\]-~]+"  # the visible characters except `"`, `,`, `;` and `\`
 _QUOTED: Final = re.compile(rf"{_STRING}(.*)", re.ASCII | re.DOTALL)
 _PARAMETERS: Final = re.compile(rf"(?:; *[a-z*][a-z0-9_.*-]*(?:=(?:{_STRING}|{_BARE}))?)*", re.ASCII)
 _TOKEN: Final = re.compile(_BARE, re.ASCII)
 
-# May be right the second time, with the same request: somebody has logged in, or the traffic is less.
+# The same request may succeed later: the client has logged in, or there is less traffic.
 _PASSING: Final = frozenset({401, 405, 407, 408, 425, 429})
-# What a router says of a path that it does not have, or has with another slash or under a language.
+# A router's answer for a path that it does not have, or has with another slash or under a language.
 _OF_ROUTERS: Final = frozenset({301, 302, 307, 308, 404})
 
-# Of this one answer, this connection or this caller: another request has others, or must not get them (H5).
+# They belong to this one answer, connection or caller: a replay has its own, or must not get them (H5).
 _NEVER: Final = frozenset({
     "set-cookie", "set-cookie2", "clear-site-data",
     "authorization", "www-authenticate", "authentication-info",
@@ -38,14 +38,14 @@ Headers = Sequence[tuple[str, str]]
 
 
 class BadKey(Enum):
-    """What is wrong with the header of a request."""
+    """What is wrong with the `Idempotency-Key` header of a request."""
 
     MALFORMED = "malformed"
     REPEATED = "repeated"
 
 
 def parse_key(values: Sequence[str]) -> str | BadKey | None:
-    """The key that the values of `Idempotency-Key` name, None if there are none.
+    """The key that the values of `Idempotency-Key` give, None if there are no values.
 
     A quoted string and a bare token of the same characters are the same key. Parameters of a quoted string (RFC 8941)
     mean nothing here.
@@ -69,22 +69,22 @@ def parse_key(values: Sequence[str]) -> str | BadKey | None:
 
 
 def host_name(host: str) -> str:
-    """Of a Host header, without its port: one service may listen on several."""
+    """The host of a Host header without its port: one service may listen on several."""
     return re.sub(r":[0-9]*$", "", host.strip(" \t")).rstrip(".").lower()
 
 
 def kept_by_default(status: int) -> bool:
-    """Whether a response with this status is the answer to its key from now on."""
+    """Whether a response with this status is stored as the answer to its key."""
     return 200 <= status < 500 and status not in _PASSING
 
 
 def of_router(status: int) -> bool:
-    """Whether a router answers with this status by itself, where it has found no endpoint."""
+    """Whether a router answers with this status by itself when no endpoint matches."""
     return status in _OF_ROUTERS
 
 
 def kept_headers(headers: Headers) -> tuple[tuple[str, str], ...]:
-    """Those that a replay has too, in their order; names in small letters."""
+    """The headers that a replay has too, in their order; names in lower case."""
     listed = (value for name, value in headers if name.lower() == "connection")
     hops = {option.strip(" \t").lower() for value in listed for option in value.split(",")}
     lower = [(name.lower(), value) for name, value in headers]
@@ -92,20 +92,20 @@ def kept_headers(headers: Headers) -> tuple[tuple[str, str], ...]:
 
 
 def keepable(name: str) -> bool:
-    """Whether a replay may ever have this header, given in small letters."""
+    """Whether a replay may have this header. `name` is in lower case."""
     return name not in _NEVER and not name.startswith(_NEVER_PREFIXES) and not _SECRET.search(name)
 
 
 def content_type(headers: Headers) -> str:
-    """Empty if the response names none."""
+    """The media type of a response. Empty if the response names none."""
     return next((value for name, value in headers if name.lower() == "content-type"), "")
 
 
 def streams(media_type: str) -> bool:
-    """Whether a response of this type has no end that could be waited for."""
+    """Whether a response of this type may never end, so that its end cannot be waited for."""
     return media_type.lower().startswith(_STREAMS)
 
 
 def bodiless(status: int) -> bool:
-    """Whether a response with this status has neither a body nor its length."""
+    """Whether a response with this status has neither a body nor a content length."""
     return status < 200 or status in (204, 304)

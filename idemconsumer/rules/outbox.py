@@ -1,4 +1,4 @@
-"""What is to be done with an outgoing message that its broker has refused, and in which order others are sent."""
+"""What to do with an outgoing message that its broker refused, and in which order the others are sent."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from typing import Final
 
 from idemconsumer.rules.backoff import backoff
 
-TRIES: Final = 8  # that a broker has, about a minute, until a message waits for a person
+TRIES: Final = 8  # that a broker gets, over about a minute, before the message waits for a person
 _LONGEST: Final = 30.0  # seconds between two tries
-_INDEXED: Final = 2_600  # bytes; Postgres takes some more
+_INDEXED: Final = 2_600  # bytes; the limit of Postgres for an index entry is a little higher
 
 
 def next_try(tries: int) -> float | None:
-    """Seconds until the next one, after so many that were refused; None: there is none, it is parked (X5)."""
+    """Seconds until the next try, after `tries` refused ones. None: there is no other, the message is parked (X5)."""
     if tries >= TRIES:
         return None
     return backoff(tries, first=0.5, cap=_LONGEST)
 
 
 def holdable(destination: str, order: str | None) -> bool:
-    """Whether the index of what waits for its next try has room for a message of this order."""
+    """Whether a message of this order fits into the index of the messages that wait for their next try."""
     return order is None or len(destination.encode()) + len(order.encode()) <= _INDEXED
 
 
 def next_look(failures: int, jitter: float) -> float:
-    """Seconds to leave a destination alone that was away so many times in a row (X6)."""
+    """Seconds until the relay tries a destination again that was unreachable `failures` times in a row (X6)."""
     return backoff(failures, first=0.25, cap=_LONGEST, jitter=jitter)
 
 
 def waves(orders: Sequence[str | None]) -> list[list[int]]:
-    """Indexes in waves, of which each has one of an order at most. What has no order is in the first one."""
+    """The messages' indexes in waves, each with at most one message of an order. Those without an order are in the
+    first one."""
     made: list[list[int]] = []
     seen: dict[str, int] = {}
     for index, order in enumerate(orders):
@@ -44,8 +45,8 @@ def waves(orders: Sequence[str | None]) -> list[list[int]]:
 
 
 def together(orders: Sequence[str | None], tries: Sequence[int]) -> list[list[int]]:
-    """What to send at once, and then each refused one by itself, which costs the others nothing (X5). What comes behind
-    a refused one of the same order is left for later."""
+    """What to send: first a batch, then each message that was refused before on its own, so that a refusal costs the
+    others nothing (X5). Messages behind a refused one of the same order are left for later."""
     refused = [index for index, number in enumerate(tries) if number]
     held: dict[str, int] = {}
     for index in refused:

@@ -1,4 +1,4 @@
-"""How far what was accepted has come, as a pure function of its record (H42)."""
+"""The progress of an accepted message, as a pure function of its record (H42)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from idemconsumer.rules.values import State
 
 NOT_IN_TIME: Final = "not_in_time"
-"""The code of a rejection by `max_age` (H44), with this status:"""
+"""The code of a rejection because of `max_age` (H44). Its HTTP status is NOT_IN_TIME_STATUS."""
 NOT_IN_TIME_STATUS: Final = 504
 
 
@@ -41,7 +41,7 @@ _OF: Final = {
 
 
 def progress(state: State | None, *, held: bool = False) -> Progress:
-    """`held`: somebody has locked the key of what is PENDING."""
+    """`held`: the key of a PENDING record is locked, so a worker is running it."""
     if state is None:
         return Progress.UNKNOWN
     return Progress.RUNNING if held else _OF[state]

@@ -1,4 +1,4 @@
-"""What was met lately: a hint of where to look first, which decides nothing."""
+"""Keys that were met lately: a hint for where to check first. Nothing depends on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dead letters: which of them can be run once more, and what became of one that was to be."""
+"""Dead letters: which of them can be run once more, and the result of a redrive."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ REASONS: Final = (
     "attempts_exhausted", "killed_worker", "lost_connection", "contended", "saga_changed", "unknown_effect",
     "result_unencodable", "undo_failed", "max_duration",
 )  # fmt: skip
-"""Why a message, or a saga, is put aside."""
+"""The reasons for which a message or a saga becomes a dead letter."""
 
 LEFT_OUT: Final = "are left out here"
-"""What the error of a letter ends with that lacks headers."""
+"""The end of the error text of a dead letter that lacks some headers."""
 
 
 class Redriven(StrEnum):
-    """What became of a letter that was to be redriven. The texts are those of `redrive_letter` in the database.
+    """The result of redriving a dead letter. The texts are those of `redrive_letter` in the database.
 
-    `redrives`: its message waits in the queue. `resumes`: its saga is due, and goes on where it stopped. Nothing was
-    done about the others: `incomplete`, its message is not whole; `saga`, it has become a saga's meanwhile; `busy`,
-    somebody else decides about the letter or its key right now; `redriven`, somebody else has just redriven it;
-    `decided`, its key is not DEAD any more.
+    `redrives`: its message waits in the queue. `resumes`: its saga is due, and continues where it stopped. With the
+    others nothing was done: `incomplete`, the stored message is not whole; `saga`, the key belongs to a saga by now;
+    `busy`, another client is deciding about the dead letter or its key right now; `redriven`, another client has just
+    redriven it; `decided`, its key is no longer DEAD.
     """
 
     REDRIVES = "redrives"
@@ -35,6 +35,6 @@ class Redriven(StrEnum):
 
 
 def redrivable(reason: str, error: str, kept: int | None, body_size: int) -> bool:
-    """Whether the letter has the whole message (O2): of a large one only the beginning is kept, and of what Kafka's
-    client could not read what is left of it. `kept`: bytes of its body; None: its message was dropped (O5)."""
+    """Whether the whole message is stored (O2): of a large message only the beginning is, and of one that Kafka's
+    client could not read only the readable rest. `kept`: bytes of its body; None: the message was dropped (O5)."""
     return reason != "unreadable" and kept == body_size and not error.endswith(LEFT_OUT)

@@ -1,4 +1,4 @@
-"""What a requester is answered, as a pure function of the outcome."""
+"""The reply to a request, as a pure function of the outcome."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ReplyAnswer:
 
 
 def answer_of(outcome: Outcome) -> ReplyAnswer | None:
-    """The same for the first delivery and for each duplicate, since it is what is stored (D21). None: not decided, so
-    there is nothing to answer. A dead letter waits for a person (D22)."""
+    """The reply for an outcome: the same for the first delivery and for each duplicate, since it is built from what is
+    stored (D21). None: nothing is decided, or it is a dead letter, which waits for a person (D22)."""
     if outcome.kind not in (OutcomeKind.APPLIED, OutcomeKind.DUPLICATE, OutcomeKind.FAILED):
         return None
     if outcome.state not in (State.COMPLETED, State.FAILED):
@@ -39,7 +39,7 @@ def answer_of(outcome: Outcome) -> ReplyAnswer | None:
 
 
 def reply_id(key: bytes, address: Address, answer: ReplyAnswer) -> str:
-    """The message id of a reply: the same each time that this request is answered, and for no other one (D21)."""
+    """The message id of a reply: the same each time this request is answered, and different for any other one (D21)."""
     correlation = address.correlation or b""
     correlation = correlation.encode("utf-8", "surrogatepass") if isinstance(correlation, str) else correlation
     to = f"{address.scheme}:{address.to}:{address.partition}".encode("utf-8", "surrogatepass")
@@ -49,5 +49,5 @@ def reply_id(key: bytes, address: Address, answer: ReplyAnswer) -> str:
 
 
 def pause_after(failures: int, chance: float) -> float:
-    """Seconds until a reply is tried again that could not be sent so many times. `chance` in [0, 1)."""
+    """Seconds until a reply is tried again, after `failures` failed tries. `chance` in [0, 1)."""
     return backoff(failures, first=0.5, cap=LONGEST_PAUSE, jitter=chance)

@@ -1,4 +1,4 @@
-"""Which route a request is for, from patterns such as `POST /orders/{id}`: no framework is asked."""
+"""Which route a request is for, from patterns such as `POST /orders/{id}`, independent of any framework."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Final
 
 _METHOD: Final = re.compile(r"[A-Z]+", re.ASCII)
 _SEGMENT: Final = re.compile(r"\{(\w*)(?::(\w+))?\}", re.ASCII)
-SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "CONNECT"})  # they have no effect to repeat
+SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "CONNECT"})  # they have no effect that could be repeated
 _EFFECTS: Final = ("POST", "PUT", "PATCH", "DELETE")
-# Of one segment, in whatever framework.
+# Each stands for one segment, in whatever framework.
 _TYPES: Final = frozenset(
     {"str", "string", "int", "float", "decimal", "uuid", "slug", "date", "datetime", "time", "timedelta"}
 )
@@ -21,7 +21,7 @@ _FOREIGN: Final = re.compile(r"[<>{}^\\?]|\$$|/\(|/:|/\*(?:/|$)")
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Of one method and a path. `{x}` stands for one segment, `{x:int}` too, and `{x:path}` for all that follows."""
+    """A method and a path. `{x}` and `{x:int}` stand for one segment, and `{x:path}` for the whole rest."""
 
     method: str
     path: str
@@ -33,23 +33,23 @@ class Pattern:
 
     @property
     def untyped(self) -> str:
-        """The path as OpenAPI has it."""
+        """The path as OpenAPI writes it."""
         return _SEGMENT.sub(r"{\1}", self.path)
 
     def matches(self, method: str, *spellings: str) -> bool:
-        """Whether it is one for any spelling of a path."""
+        """Whether the method fits, and any of the spellings of the path."""
         return method == self.method and any(map(self.expression.fullmatch, spellings))
 
 
 def alike(path: str) -> tuple[str, ...]:
-    """The spellings of a path, for an app that takes no notice of slashes that are doubled or last."""
+    """The spellings of a path, for an app that ignores doubled and trailing slashes."""
     bare = re.sub("/+", "/", path).rstrip("/")
     return path, bare or "/", f"{bare}/"
 
 
 def pattern(text: str, types: Mapping[str, str] | None = None) -> Pattern:
-    """`types`: expressions of typed parameters, where they are known; else `{x:int}` is as good as `{x}`. Raises
-    ValueError, saying what to write, for what names no route with an effect."""
+    """Parse a route. `types`: expressions for typed parameters, if known; otherwise `{x:int}` is the same as `{x}`.
+    Raises ValueError, which says what to write, if the text does not name a route with an effect."""
     method, _, path = text.partition(" ")
     if not _METHOD.fullmatch(method) or not path.startswith("/"):
         raise ValueError(f'{text!r} names no route; write a method and a path, such as "POST /orders/{{id}}"')

@@ -1,9 +1,9 @@
-"""The rules of a saga, as pure functions: of its attempts and its waits.
+"""The rules of a saga's attempts and waits, as pure functions.
 
 Theory of operation. `start` says whether an attempt may run the handler at all. When the run has failed,
-`may_try_again` decides on another attempt; after the last one `after_last_attempt` decides how the saga ends. A refused
-saga is undone, beginning with the last step to finish (`to_undo`, L7). A step whose end is not known is never undone on
-a guess: a person decides.
+`may_try_again` decides on another attempt; after the last one `after_last_attempt` decides how the saga ends. A
+rejected saga is undone, beginning with the step that finished last (`to_undo`, L7). A step with an unknown outcome is
+never undone on a guess: a person decides.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from idemconsumer.rules.values import State, StepRow, StepState
 from idemconsumer.rules.verdicts import named_refusal, refused
 
 CANCELLED: Final = "cancelled"  # the code of the rejection
-MAX_DURATION: Final = "max_duration"  # the reason, or the code, of a saga that took longer than it may
+MAX_DURATION: Final = "max_duration"  # the dead letter's reason, or the rejection's code, after `max_duration`
 CONFLICT: Final = "conflict"  # the code of a start under a key that has begun with another payload
-EXISTS: Final = "already_exists"  # the code of one with on_existing="reject" under a key that is not new
-ANY_VERSION: Final = "*"  # a person has decided that the saga may go on with the handler as it is now
-CHILD: Final = "child:"  # begins what a saga waits for until a child has ended (L47)
-GRACE: Final = 0.1  # seconds in which a handler that does not wait itself may ask for more
+EXISTS: Final = "already_exists"  # the code of a start with on_existing="reject" under a key that is not new
+ANY_VERSION: Final = "*"  # a person has decided that the saga may continue with the current handler
+CHILD: Final = "child:"  # prefix of the name of a wait for a child saga's end (L47)
+GRACE: Final = 0.1  # seconds in which a handler's own task that does not wait may ask for another step
 _LONGEST_NAME: Final = 200  # characters
 _UNDECIDED: Final = (Fenced, StoreUnavailable, CommitUnknown, Contention)
 
 
 def undecided(error: BaseException | None) -> bool:
-    """Whether nothing follows from this for the saga. What a function raised of another app or pool is its failure
-    (B12)."""
+    """Whether the error decides nothing for the saga. If a step's function raised it, about another app or pool, it is
+    a failure of that step (B12)."""
     return isinstance(error, _UNDECIDED) and not error.by_function
 
 
@@ -51,7 +51,7 @@ def parked(error: BaseException | None) -> bool:
 
 
 class Start(Enum):
-    """What an attempt begins with."""
+    """How an attempt begins."""
 
     RUN = "run"
     RECONCILE = "reconcile"  # its worker was lost, and the handler can say whether the saga is done
@@ -71,11 +71,11 @@ def start(
     version: str | None,
     cancelled: bool = False,
 ) -> Start:
-    """`stale`: its worker was lost; a handler that `reconciles` is asked about such a saga first (L8).
+    """`stale`: the saga's worker was lost; a handler that `reconciles` is asked about such a saga first (L8).
 
-    `suspect`: it may kill its workers, and then it has the handler's attempts. Others may have more, by the step that
-    failed (L45). `begun_with` and `version` are the handler's version when the saga began and now. How an undoing saga
-    ends is decided already, so its handler is not asked; the same goes for one that is to be
+    `suspect`: the saga may kill its workers, and then it has only the handler's attempts. Others may have more, by the
+    step that failed (L45). `begun_with` and `version`: the handler's version when the saga began, and now. How a saga
+    in UNDOING ends is decided already, so its handler is not asked to reconcile; nor is it for a saga that is to be
     `cancelled` (L50).
     """
     if suspect and attempt > max_attempts:
@@ -87,37 +87,39 @@ def start(
 
 
 def overdue_in(*, now: float, begun: float, max_duration: float | None) -> float | None:
-    """In how many seconds a saga has taken as long as it may (L58), 0 if it has already; None: it has no limit."""
+    """The seconds until the saga's `max_duration` is over (L58), 0 if it is over; None: the saga has no limit."""
     return None if max_duration is None else max(0.0, begun + max_duration - now)
 
 
 def may_try_again(*, attempt: int, max_attempts: int, progressed: bool = False) -> bool:
-    """`attempt` is the one that failed. If it finished a step, it was the first one for what failed then (L10)."""
+    """`attempt`: the one that failed. If it finished a step, it counts as the first one of the step that failed then
+    (L10)."""
     return (1 if progressed else attempt) < max_attempts
 
 
 def attempts_of_step(own: int | None, max_attempts: int) -> int:
-    """After how many attempts since the last finished step a failure of this step is the last one (L45). `own`: what
-    the step says; `max_attempts`: what its handler says."""
+    """How many attempts a step has since the last finished step (L45). `own`: the step's own limit. `max_attempts`:
+    that of its handler."""
     return max_attempts if own is None else own
 
 
 def attempts_of_undo(own: int | None, max_attempts: int) -> int:
-    """The same for the step's undo. A step that may be tried only once must still be undone."""
+    """The same for the step's undo, which never has fewer than the handler's: a step with one attempt must be undone
+    all the same."""
     return max(attempts_of_step(own, max_attempts), max_attempts)
 
 
 class LastResort(Enum):
-    """How a saga ends that gets no other attempt."""
+    """How a saga ends that gets no further attempt."""
 
     UNDO = "undo"
-    EXHAUSTED = "exhausted"  # put aside: nothing is there to undo
-    UNKNOWN_EFFECT = "unknown_effect"  # put aside: how a call ended is not known
+    EXHAUSTED = "exhausted"  # a dead letter: there is nothing to undo
+    UNKNOWN_EFFECT = "unknown_effect"  # a dead letter: the outcome of a call is not known
 
 
 def after_last_attempt(rows: Iterable[StepRow], undoable: Collection[str] = (), *, misused: bool = False) -> LastResort:
-    """A call without a known outcome comes first: what is to be undone is not known either (L7). `undoable` as in
-    `to_undo`. `misused`: the handler's code is at fault, which says nothing against what it did (L74)."""
+    """A call with an unknown outcome takes precedence: what to undo is not known either (L7). `undoable` as in
+    `to_undo`. `misused`: the handler's code is at fault, so the finished steps are not undone (L74)."""
     steps = list(rows)
     if unknown_calls(steps):
         return LastResort.UNKNOWN_EFFECT
@@ -125,13 +127,13 @@ def after_last_attempt(rows: Iterable[StepRow], undoable: Collection[str] = (), 
 
 
 def unknown_calls(rows: Iterable[StepRow]) -> list[str]:
-    """The calls of unknown outcome, which are never undone on a guess."""
+    """The names of the calls with an unknown outcome, which are never undone on a guess."""
     return [row.name for row in rows if row.state is StepState.INTENT]
 
 
 def to_undo(rows: Iterable[StepRow], undoable: Collection[str] = ()) -> list[StepRow]:
-    """The steps to undo, beginning with the last to finish. An undo that was begun is run again. `undoable`: the steps
-    for which the handler has an undo now, whether or not they were recorded with one (L25)."""
+    """The steps to undo, beginning with the one that finished last. An undo that was begun is run again. `undoable`:
+    the steps for which the handler has an undo now, whether or not they were recorded with one (L25)."""
     todo = (
         row
         for row in rows
@@ -142,10 +144,11 @@ def to_undo(rows: Iterable[StepRow], undoable: Collection[str] = ()) -> list[Ste
 
 
 def refusal(error: Exception, fail_on: tuple[type[Exception], ...]) -> Reject | None:
-    """An error of a step as a final refusal, None if it is not one. An error of `fail_on` becomes what a resume raises.
+    """A step's error as a final rejection, None if it is not one. On resume, an error of `fail_on` is raised as this
+    Reject.
 
-    An error that says nothing about the step (a server that is down, an interruption, a cancellation) is not one, even
-    where `fail_on` names it.
+    An error that says nothing about the step (an outage, an interruption, a cancellation) is not final, even where
+    `fail_on` names it.
     """
     if isinstance(error, Reject):
         return error
@@ -157,7 +160,8 @@ def refusal(error: Exception, fail_on: tuple[type[Exception], ...]) -> Reject | 
 
 
 def out_of_group(error: Exception, fail_on: tuple[type[Exception], ...]) -> Exception:
-    """What left a TaskGroup: the Retry, if there is one (B1); the first error if all are refusals; else the group."""
+    """The error for a TaskGroup's: its Retry, if there is one (B1); its first error if all are rejections; else the
+    group."""
     if not isinstance(error, ExceptionGroup):
         return error
     again = error.subgroup(Retry)
@@ -170,13 +174,14 @@ def _refusal_itself(error: BaseException, fail_on: tuple[type[Exception], ...]) 
     return not isinstance(error, ExceptionGroup) and refused(error, fail_on)
 
 
-# ------------------------------------------------------------------------------------------------------------ its waits
+# ----------------------------------------------------------------------------------------------------- a saga's waits
 def stays(*, steps: bool, branches: bool, main: bool, quiet: float, patience: float) -> float:
-    """For how many seconds a run with open waits goes on, after `quiet` seconds in which no step began or ended (L41).
+    """For how many seconds a run with open waits continues, once no step began or ended for `quiet` seconds (L41).
 
-    `steps`: one is in flight; its end is awaited, since to cut it off would repeat it. `branches`: one is between two
-    steps, or is about to begin one, for which it has `patience` (L35); else it would have to wait for what it does not
-    depend on. `main`: the handler's own task does not wait itself: it awaits its branches, as far as can be seen.
+    `steps`: a step is in flight; its end is awaited, since the saga would repeat a step that was cut off. `branches`: a
+    branch is between two steps, or is about to begin one; it has `patience` seconds for that (L35), or it would have to
+    wait for something that it does not depend on. `main`: the handler's own task is not in a wait: as far as can be
+    seen, it awaits its branches.
     """
     if steps:
         return math.inf
@@ -186,8 +191,8 @@ def stays(*, steps: bool, branches: bool, main: bool, quiet: float, patience: fl
 
 
 def wrong_name(name: object) -> str | None:
-    """What is wrong with the name of a signal, and what to write. One that is named like the end of a child would make
-    whoever waits for that child due again and again."""
+    """What is wrong with the name of a signal, and what to write. A signal named like the end of a child would make the
+    saga that waits for that child due again and again."""
     if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
         return f"{name!r:.60}; write a printable string of up to {_LONGEST_NAME} characters"
     if name.startswith(CHILD):

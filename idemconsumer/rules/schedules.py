@@ -1,8 +1,9 @@
 """When a schedule's slots are, and which of them to start, as pure functions (L53).
 
-Theory of operation. A slot is a moment of a cron expression in a time zone, as Debian's cron has it: a time that a
+Theory of operation. A slot is a moment that a cron expression gives in a time zone, as in Debian's cron: a time that a
 clock change skips is the moment after the gap, and one that it repeats is the first of the two, unless the schedule
-runs every hour or more often. The row of a schedule says up to when its slots are dealt with; `due` says what follows.
+runs every hour or more often. A schedule's row holds the time up to which its slots are dealt with; `due` decides
+which slots follow.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _WINDOWS: Final = (timedelta(days=1), timedelta(days=32), timedelta(days=367))
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A cron expression in a time zone, the handler that it starts, and what becomes of slots that were missed."""
+    """A cron expression in a time zone, the handler that it starts, and what to do with missed slots."""
 
     name: str
     expression: str
@@ -42,23 +43,23 @@ class Schedule:
         return f"{self.expression} {self.timezone}"
 
     def key(self, slot: datetime) -> str:
-        """That of the saga, the same in every worker (L53)."""
+        """The key of a slot's saga, the same in every worker (L53)."""
         return f"{self.name}@{slot.astimezone(UTC):%Y-%m-%dT%H:%MZ}"
 
     def payload(self, slot: datetime) -> dict[str, object]:
-        """What its saga is given."""
+        """The payload of a slot's saga."""
         return {"schedule": self.name, "slot": slot}
 
     def slots(self, after: datetime) -> Iterator[datetime]:
-        """The slots after a moment, in UTC. Raises CronSimError for an expression that is none."""
+        """The slots after a moment, in UTC. Raises CronSimError for an invalid expression."""
         for slot in CronSim(_fixed(self.expression), after.astimezone(ZoneInfo(self.timezone))):
-            if slot > after:  # asked within an hour that is repeated, cronsim begins with the first of the two
+            if slot > after:  # within a repeated hour, cronsim begins with the first of the two
                 yield slot.astimezone(UTC)
 
 
 def _fixed(expression: str) -> str:
-    """For what does not run every hour, without a star in its minutes and hours: cronsim takes one for a schedule that
-    goes by the time that passes, and not by the clock."""
+    """The expression without stars in minutes and hours, unless it runs every hour: cronsim takes a star there for a
+    schedule that follows elapsed time, and not the clock."""
     minute, hour, *rest = expression.split()
     if hour in ("*", "*/1"):
         return expression
@@ -66,7 +67,7 @@ def _fixed(expression: str) -> str:
 
 
 def checked_schedule(schedule: Schedule) -> Schedule:
-    """Raises ConfigurationError for what can never be."""
+    """Return `schedule`. Raises ConfigurationError if it is invalid."""
     name, where = schedule.name, f"schedule {schedule.name!r}"
     if not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
         raise ConfigurationError(f"{where}: a name is a printable text of up to {_LONGEST_NAME} characters")
@@ -84,12 +85,12 @@ def checked_schedule(schedule: Schedule) -> Schedule:
 
 
 def due(schedule: Schedule, last: datetime, now: datetime) -> tuple[list[datetime], datetime]:
-    """The slots to start, with the moment up to which all slots are dealt with then.
+    """The slots to start, and the moment up to which all slots are dealt with once they are started.
 
-    "all" starts every slot that was missed, `MOST_AT_ONCE` at a time; "last" the last one only; "skip" none that is
-    more than a minute late.
+    "all" starts every missed slot, `MOST_AT_ONCE` at a time; "last" only the last one; "skip" none that is more than a
+    minute late.
     """
-    if now <= last:  # the clock of the database was set back: nothing is started again
+    if now <= last:  # the database's clock was set back: nothing is started again
         return [], last
     if schedule.catch_up == "all":
         found = list(islice(_between(schedule, last, now), MOST_AT_ONCE))

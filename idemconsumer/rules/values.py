@@ -1,4 +1,4 @@
-"""Frozen values that every floor may know. No behaviour beyond what can be derived from the fields."""
+"""Frozen values that every layer may import. They have no behaviour beyond what follows from their fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from idemconsumer.message.message import StoredResult
 
 
 class State(IntEnum):
-    """What a record says. The numbers are stored in `record.state`, so they never change."""
+    """The state of a record. The numbers are stored in `record.state`, so they never change."""
 
     PENDING = 0
     PROCESSING = 1
@@ -23,19 +23,19 @@ class State(IntEnum):
 
 
 ENDED: Final = (State.COMPLETED, State.FAILED, State.DEAD)
-"""What nothing but a person, or the end of its time, changes."""
+"""The final states: only a person, or the end of the retention, changes them."""
 
 
 class OutcomeKind(StrEnum):
     """What happened to a delivery.
 
-    * Decided, so settle it: `applied` ran and is committed. `duplicate` was decided before, or is stored already and
-      waits for its next attempt (its state is PENDING). `conflict` has the key of another payload, and becomes a dead
-      letter. `failed` was refused for good. `dead` is a dead letter.
-    * Not decided, so it has to come again: the key of a `busy` one is leased elsewhere. `retrying` failed and has
-      attempts left.
-    * Only for sagas, which are stored and go on by themselves: `fenced` has another owner by now. `cancelled` was cut
-      off by a drain.
+    * Decided, so it is settled: `applied` ran and is committed. `duplicate` was decided before, or is stored already
+      and waits for its next attempt (its state is PENDING). `conflict` has the key of another payload, and becomes a
+      dead letter. `failed` was rejected for good. `dead` is a dead letter.
+    * Not decided, so it is delivered again: the key of a `busy` one is held by another worker. `retrying` failed and
+      has attempts left.
+    * Only for sagas, which are stored and continue by themselves: `fenced` has another owner by now. `cancelled` was
+      cut off by a drain.
     * Only from `app.result`: `absent` has no record.
     * Not returned in this version: `unknown`, a COMMIT whose answer was lost. The key is claimed again.
     """
@@ -54,7 +54,7 @@ class OutcomeKind(StrEnum):
 
 
 class StepKind(IntEnum):
-    """How a step runs. Stored in `step.kind`; what waits is stored as a TX with an end (L40)."""
+    """How a step runs. Stored in `step.kind`; a SLEEP or WAIT is stored as a TX with an end (L40)."""
 
     TX = 1  # effect and checkpoint in one transaction
     CALL = 2  # outside any transaction, between an intent and its outcome
@@ -63,7 +63,7 @@ class StepKind(IntEnum):
 
 
 class StepState(IntEnum):
-    """What is known of a step. Stored in `step.state`."""
+    """The state of a step. Stored in `step.state`."""
 
     INTENT = 1  # about to be called, or called with an unknown outcome
     DONE = 2
@@ -74,10 +74,11 @@ class StepState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A checkpointed step. `position` is the order of finishing, None before that. `overlapped`: it has no fixed place
-    in that order, since another one ran at the same time, or a task other than the handler's own asked for it.
-    `attempt`: how many times it was begun. `left`: how large its output is where that was left in the store (L55); then
-    `output` is None. `arguments`: a digest of each, None where a replay may have others (L73)."""
+    """A checkpointed step. `position`: its place in the order of finishing, None before that. `overlapped`: it has no
+    fixed place in that order, since another step ran at the same time, or a task other than the handler's own asked for
+    it. `attempt`: how many times it was begun. `left`: the size of its output in bytes if the output was not loaded
+    from the store (L55); then `output` is None. `arguments`: a digest of each argument, None where a replay may have
+    others (L73)."""
 
     name: str
     kind: StepKind
@@ -92,13 +93,13 @@ class StepRow:
 
     @property
     def waits(self) -> bool:
-        """It is a wait that is not over yet."""
+        """Whether it is a wait that is not over yet."""
         return self.kind in (StepKind.SLEEP, StepKind.WAIT) and self.position is None
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The key's row as a claim found it. `fingerprint` and `canonical` are None where the handler asked for none."""
+    """The key's row as a claim read it. `fingerprint` and `canonical` are None where the handler compares none."""
 
     state: State
     fingerprint: bytes | None
@@ -107,10 +108,10 @@ class Record:
 
 
 class Mark(Enum):
-    """What a claim found where it found no committed record."""
+    """The result of a claim that met no committed record."""
 
-    CLAIMED = "claimed"  # inserted by this transaction: the handler is ours to run
-    BUSY = "busy"  # a rival holds the key, uncommitted
+    CLAIMED = "claimed"  # inserted by this transaction: this worker runs the handler
+    BUSY = "busy"  # a rival, another worker, holds the key and has not committed
 
 
 Found = Record | Mark
@@ -137,7 +138,7 @@ class Outcome(msgspec.Struct, frozen=True):
     * `reason`: the dead letter's reason, if there is one.
     * `letter`: the dead letter's id, for a message whose key was `dead` already.
     * `error`: names the problem, and never quotes the payload.
-    * `status`, `headers`: of a result that is an HTTP response; the headers are in their order.
+    * `status`, `headers`: of a result that is an HTTP response; the headers keep their order.
     """
 
     kind: OutcomeKind

@@ -1,8 +1,9 @@
 """The rules of one message, as pure functions. Time and chance come in as numbers.
 
-Theory of operation. A claim finds a key in one of three conditions: it was free (now it is ours), a rival holds it
-uncommitted, or there is a record. `judge` turns that into a verdict; the engine acts on it and reports an outcome;
-`settle` says what the worker does with the delivery. How a record moves from state to state is in docs/protocol.md.
+Theory of operation. A claim has one of three results: the key was free (this worker has it now), a rival (another
+worker) holds it uncommitted, or there is a record. `judge` turns that into a verdict; the engine acts on it and reports
+an outcome; `settle` says what the worker does with the delivery. How a record moves from state to state is in
+docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from idemconsumer.redaction import error_text
 from idemconsumer.rules.backoff import backoff
 from idemconsumer.rules.values import Found, Mark, Outcome, OutcomeKind, Record, State
 
-MAX_CONTENTION: Final = 3_600.0  # seconds of nothing but collisions, until a person is to look (B15)
+MAX_CONTENTION: Final = 3_600.0  # seconds of nothing but collisions, after which a person is to decide (B15)
 _MOST_TEXT: Final = 4_000  # characters
 
 
 class Verdict(Enum):
-    """What a claim's finding says about a delivery."""
+    """What a claim result means for a delivery."""
 
     RUN = "run"
     DUPLICATE = "duplicate"
@@ -47,7 +48,7 @@ def judge(found: Found, fingerprint: bytes | None, canonical: bytes | None = Non
 
 
 def _same(record: Record, fingerprint: bytes | None, canonical: bytes | None) -> bool:
-    """Equal bytes or an equal value, each as far as both sides know it; nothing to compare is no difference (R26)."""
+    """Equal bytes or an equal value, each as far as both sides know it. An unknown one counts as equal (R26)."""
     if fingerprint is None or record.fingerprint is None or fingerprint == record.fingerprint:
         return True
     return canonical is not None and canonical == record.canonical
@@ -56,9 +57,9 @@ def _same(record: Record, fingerprint: bytes | None, canonical: bytes | None) ->
 class Settlement(Enum):
     """What the worker does with a delivery once its outcome is known."""
 
-    FINISH = "finish"  # tell the broker that it is done
-    WAITING_ROOM = "waiting room"  # held unsettled in the waiting room; its lane goes on
-    HOLD = "hold"  # held unsettled until it is due, aside from its lane
+    FINISH = "finish"  # settle it at the broker
+    WAITING_ROOM = "waiting room"  # held unsettled in the waiting room; its lane continues
+    HOLD = "hold"  # held unsettled outside its lane until it is due
     DROP = "drop"  # forgotten: the broker will deliver it again
 
 
@@ -80,8 +81,8 @@ _SETTLEMENTS: Final = {
 def settle(outcome: Outcome) -> Settlement:
     """Only a commit that is known finishes a delivery (R5); nothing is ever negatively acknowledged (D4).
 
-    A saga's message is stored with its claim, and one whose next attempt is due later with its record, so the broker is
-    done with it before it has ended.
+    A saga's message is stored with its claim, and a message whose next attempt is due later is stored with its record.
+    So both are settled at the broker before they have ended.
     """
     if outcome.state in (State.PENDING, State.PROCESSING, State.UNDOING):
         return Settlement.FINISH
@@ -91,7 +92,7 @@ def settle(outcome: Outcome) -> Settlement:
 def final(
     kind: OutcomeKind, state: State, result: StoredResult | None, *, attempt: int = 1, reason: str | None = None
 ) -> Outcome:
-    """Of a record that is."""
+    """The outcome for a record that exists."""
     if result is None:
         return Outcome(kind, state=state, attempt=attempt, reason=reason)
     return Outcome(
@@ -107,8 +108,8 @@ def final(
 
 
 def refused(error: BaseException | None, fail_on: tuple[type[Exception], ...]) -> bool:
-    """Whether `error` ends the message for good. Retry asks for another attempt, whatever `fail_on` names, also where a
-    TaskGroup wraps it (B1)."""
+    """Whether `error` ends the message for good. A Retry asks for another attempt, whatever `fail_on` names, also
+    inside a TaskGroup's error (B1)."""
     if isinstance(error, Reject):
         return True
     again = isinstance(error, Retry) or (isinstance(error, BaseExceptionGroup) and error.subgroup(Retry) is not None)
@@ -116,26 +117,26 @@ def refused(error: BaseException | None, fail_on: tuple[type[Exception], ...]) -
 
 
 def named_refusal(error: BaseException) -> tuple[str, str | None]:
-    """Code and body of the rejection that an error of `fail_on` is: its name, and what it says."""
+    """Code and body of the rejection for an error of `fail_on`: the name of its class, and its text."""
     return type(error).__name__, error_text(error)[:_MOST_TEXT] or None
 
 
 class Failure(Enum):
-    """What a failed run leads to, unless the handler rejected the message itself."""
+    """What follows from a failed run, unless the handler rejected the message itself."""
 
     RETRY = "retry"
     DEAD = "dead"
 
 
 def after_failure(*, attempts: int, max_attempts: int) -> Failure:
-    """`attempts` counts this one."""
+    """`attempts` includes this one."""
     return Failure.RETRY if attempts < max_attempts else Failure.DEAD
 
 
 def contention_pause(collisions: int, chance: float) -> float:
-    """Seconds before the run after so many collisions in a row (from 1), up to 30. `chance` in [0, 1) separates rivals.
+    """Seconds before the next run, after `collisions` in a row (from 1), up to 30. `chance` in [0, 1) separates rivals.
 
-    Short at first, since a hot row is free again within milliseconds; a lock that is held for minutes is asked for less
-    and less often.
+    Short at first, since a hot row is free again within milliseconds; a lock that is held for minutes is tried less and
+    less often.
     """
     return backoff(collisions, first=0.024, factor=1.2, cap=15.0) * (1 + chance)

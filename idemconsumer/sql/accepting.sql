@@ -1,14 +1,14 @@
--- What is accepted now and done later. queries.py describes the format: {schema} is the configured schema, {PENDING} the
--- number stored for that state.
+-- Work that is accepted now and done later. queries.py describes the format: {schema} is the configured schema,
+-- {PENDING} the number stored for that state.
 
 -- name: accept
--- Beside the record, in its commit, with its time (H49). `max_age` is null where nothing is too late (H44).
+-- Stored with the record, in its commit, with its time (H49). `max_age` is null if it can never be too late (H44).
 select {schema}.accept(%(key)s::bytea, %(app)s, %(handler)s, %(max_age)s::float8, %(via)s::text, %(token)s::bytea,
     %(asked)s::boolean, %(body)s::bytea, %(headers)s::jsonb)
 
 -- name: accepted
--- H42. Only what is of this scope: whoever asks by an id may have got it from another tenant (H48). A PENDING record whose key somebody has locked (J1) is in hand. The lock is looked at and not tried: a claim that came
--- meanwhile would take the key for busy.
+-- H42. Only records of this scope: the id may come from another tenant (H48). A PENDING record whose key is locked (J1)
+-- is being run. The lock is read and not tried: a concurrent claim would see the key as busy.
 select r.state, s.body, s.content_type, s.status, s.headers,
     r.state = {PENDING} and exists (
         select from pg_locks as l
@@ -32,9 +32,9 @@ where a.until <= (select clock_timestamp())
 order by a.until limit %(limit)s
 
 -- name: time_out
--- H44. What waits still is FAILED, unless somebody has it in hand: under the claim's lock (J1), so that one of both decides.
--- Each row is taken by one sweeper; with `asked`, by the one that asked last (H47). What has begun or ended has nothing to wait
--- for here.
+-- H44. A record that still waits becomes FAILED, unless a worker runs it: this takes the claim's lock (J1), so that
+-- only one of them decides. Each row is taken by one sweeper; with `asked`, by the one that asked last (H47). A message
+-- that has begun or ended has nothing to wait for here.
 with due as materialized (
     select a.key from {schema}.accepted as a
     where a.key = any(%(keys)s::bytea[])
@@ -61,8 +61,8 @@ with due as materialized (
 select key from ended
 
 -- name: take_overdue
--- H47. One that is to be asked about, which nobody else takes for so many seconds; or one that has ended, for good. It counts as
--- failed until there is an answer: who dies of the question tells nobody.
+-- H47. One message to ask about, which no other process takes for %(taken)s seconds; or one that has ended, for good.
+-- It counts as failed until there is an answer: a process that the question kills cannot report it.
 with due as materialized (
     select a.key, exists (select from {schema}.record as r where r.key = a.key and r.state = {PENDING}) as waits
     from {schema}.accepted as a
@@ -78,11 +78,11 @@ from due where a.key = due.key
 returning a.key, a.app, a.handler, due.waits, a.body, a.headers, a.asked, a.failed
 
 -- name: lock_accepted
--- As a claim does (J1), and without waiting.
+-- The lock of a claim (J1), without waiting.
 select pg_try_advisory_xact_lock(('x' || encode(substring(%(key)s::bytea for 8), 'hex'))::bit(64)::bigint)
 
 -- name: see_accepted
--- In a statement behind that of the lock, whose snapshot may be older: whether it waits still, and for us.
+-- In a statement after that of the lock, whose snapshot may be older: whether it still waits, and we asked last.
 select 1 from {schema}.record as r join {schema}.accepted as a on a.key = r.key
 where r.key = %(key)s and r.state = {PENDING} and a.asked = %(asked)s
 

@@ -1,8 +1,9 @@
--- What a person can query and decide. queries.py describes the format: {schema} is the configured schema, {UNDOING}
+-- Queries and decisions of a person. queries.py describes the format: {schema} is the configured schema, {UNDOING}
 -- the number stored for that state, {held} a fragment of sagas.sql.
 
 -- fragment: chosen
--- Which dead letters. Each is null where nobody asks for it. Indexed are handler, reason, time and key.
+-- Which dead letters. A parameter is null if it does not restrict them. There are indexes on handler, reason, time and
+-- key.
 (%(handler)s::text is null or d.handler = %(handler)s) and (%(reason)s::text is null or d.reason = %(reason)s)
   and (%(error)s::text is null or strpos(d.error, %(error)s) > 0)
   and (%(app)s::text is null or split_part(d.scope, '/', 1) = %(app)s)
@@ -30,9 +31,11 @@ where (%(before)s::bigint is null or d.id < %(before)s) and {chosen}
 order by d.id desc limit %(limit)s
 
 -- name: dead_groups
--- By cause, and by scope if that is asked for. `exception` and `place` are the exception's type and the line that raised it,
--- null for what no exception has caused; `newest` is the id of the newest letter. They are what an error's text begins and ends with, where it is that of an exception (`describe` in engine/blame.py).
--- As `error_type` and `error_place` say it, which take four times as long for a million letters: they are not inlined.
+-- By cause, and by scope if that is requested. `exception` and `place` are the exception's type and the line that
+-- raised it, null for a dead letter without an exception; `newest` is the id of the newest dead letter. For an
+-- exception, the error's text begins with the type and ends with the place (`describe` in engine/blame.py). The
+-- functions `error_type` and `error_place` give the same, but take four times as long for a million dead letters: they
+-- are not inlined.
 select d.handler, d.reason, case when e.place is not null then
         split_part(split_part(split_part(split_part(d.error, E'\n', 1), ':', 1), ' ', 1), '(', 1) end as exception, e.place,
     count(*) as letters, sum(d.arrivals)::bigint as arrivals, min(d.first_at) as first_at, max(d.last_at) as last_at,
@@ -47,11 +50,12 @@ group by 1, 2, 3, 4, 10
 order by letters desc, d.handler, d.reason, exception, place, scope
 
 -- name: dead_last
--- A run goes as far as this.
+-- A run ends with this dead letter.
 select max(id) as id from {schema}.dead_letter
 
 -- name: dead_to_redrive
--- The next ones of a run, which redrives a letter once however often it fails. Not their bodies: those stay here.
+-- The next ones of a run, which redrives a dead letter only once, however often it fails. Without bodies: those stay
+-- here.
 select d.id, d.handler, d.scope, d.source, d.position, d.reason, d.error, d.key, d.headers, d.delivered,
     case when d.emptied_at is null then length(d.body) end as kept, coalesce(d.body_size, length(d.body)) as body_size,
     (select s.parked is not null from {schema}.saga as s where s.key = d.key) as parked
@@ -61,7 +65,7 @@ where d.id > %(after)s and d.id <= %(last)s and {chosen}
 order by d.id limit %(limit)s
 
 -- name: share_run
--- O32: tickets are made under this lock, and a run is cancelled under the whole of it.
+-- O32: redrives are entered under this shared lock; a run is cancelled under the exclusive one.
 select pg_advisory_xact_lock_shared(4711, hashtext(%(run)s))
 
 -- name: run_cancelled
@@ -77,7 +81,7 @@ where exists (select from {schema}.redrive where run = %(run)s and outcome is di
 returning id
 
 -- name: tickets_of_run
--- Sagas that go on have none.
+-- Without those of sagas that were resumed.
 select id from {schema}.redrive
 where run = %(run)s and id > %(after)s and outcome is null and queued > 0 order by id limit %(limit)s
 
@@ -85,13 +89,13 @@ where run = %(run)s and id > %(after)s and outcome is null and queued > 0 order 
 select {schema}.cancel_ticket(%(ticket)s) as cancelled
 
 -- fragment: came_of
--- What came of a ticket.
+-- The outcome of a redrive.
 coalesce(t.outcome, case when t.key is null and not exists (select from {schema}.queue where id = t.queued)
     then 'settled' else 'waiting' end)
 
 -- name: redrive_runs
--- The newest first: how many letters each has redriven, and how many of them came to which outcome (as in `dead_redrives`, or
--- `cancelled`). One that is `cancelled` redrives no more; of a key that was released there is no run.
+-- The newest first: how many dead letters each has redriven, and the outcomes of these (as in `dead_redrives`, or
+-- `cancelled`). A run that is `cancelled` redrives no more; the release of a key belongs to no run.
 select r.run, min(r.by) as by, min(r.at) as began_at, sum(r.letters)::bigint as letters, bool_or(r.cancelled) as cancelled,
     coalesce(jsonb_object_agg(r.outcome, r.letters) filter (where r.letters > 0), '{{}}') as outcomes
 from (
@@ -109,14 +113,14 @@ select {schema}.redrive_letter(%(letter)s, %(queue)s, %(headers)s, %(run)s, %(by
 select {schema}.redrive_saga(%(letter)s, %(run)s, %(by)s)
 
 -- name: dead_redrives
--- Those of one letter, or of its key under other letters.
+-- The redrives of one dead letter, or of its key under other dead letters.
 select t.id, t.letter, t.run, t.by, t.at, t.ended_at, {came_of} as outcome
 from {schema}.redrive as t
 where t.letter = %(letter)s or t.key = %(key)s
 order by t.id
 
 -- name: discard_letters
--- Not those of sagas that wait for a person.
+-- Without those of sagas that wait for a person.
 delete from {schema}.dead_letter where id in (
     select d.id from {schema}.dead_letter as d
     where d.id > %(after)s and d.id <= %(last)s and {chosen}
@@ -131,22 +135,22 @@ select count(*) as letters,
 from {schema}.dead_letter as d where {chosen}
 
 -- name: delayed
--- Of queues in Postgres, how many are not due yet, and when the first one is. Those of a handler that wait for their next attempt
--- have a queue of their own, `~~app/handler`.
+-- For queues in Postgres, how many messages are not due yet, and when the first one is. Messages of a handler that wait
+-- for their next attempt have a queue of their own, `~~app/handler`.
 select name, count(*) as messages, min(due_at) as due_at from {schema}.delayed group by name order by name
 
 -- name: unforwarded
--- Dead letters of an app that are to be forwarded (O19).
+-- Dead letters of an app that wait to be forwarded (O19).
 select d.handler, count(*) as letters, extract(epoch from clock_timestamp() - min(o.created_at))::float8 as seconds
 from {schema}.outbox as o join {schema}.dead_letter as d on d.id = o.letter
 where starts_with(d.scope, %(scopes)s) group by d.handler order by d.handler
 
 -- name: saga_list
--- Sagas that run, wait for their next attempt, or wait for a person (`state` dead; `parked` says why). `owner` is the worker that
--- holds it, null between attempts; `stale`, as in take_sagas: its lease has expired. `attempt` counts takeovers since the last
--- finished step; `token`, the fence token, increases with each takeover. `cancel`: it is to be cancelled, and whether its
--- finished steps are to be undone then; null if nobody has requested that. `waits`: what it sleeps or waits for, such as
--- "signal approved"; then `due` is until when.
+-- Sagas that run, wait for their next attempt, or wait for a person (`state` dead; `parked`: the reason). `owner` is
+-- the worker that holds it, null between attempts; `stale`, as in take_sagas: its lease has expired. `attempt` counts
+-- takeovers since the last finished step; `token`, the fence token, increases with each takeover. `cancel`: it is to be
+-- cancelled, and whether its finished steps are to be undone then; null if no cancellation was requested. `waits`: its
+-- sleeps and waits, such as "signal approved"; then `due` is the end of the first one.
 select encode(s.key, 'hex') as key, c.name as scope, s.handler, line.state, s.parked, w.name as owner, s.token,
     s.attempt, s.due, s.worker is not null and not {held} as stale,
     (select name from {schema}.step where key = s.key and position is not null order by position desc limit 1)
@@ -183,7 +187,7 @@ where (%(handler)s::text is null or s.handler = %(handler)s)
 order by s.started_at desc, s.key limit %(limit)s
 
 -- name: waiting_sagas
--- L31. The app's name is quoted, as in a scope's.
+-- L31. Sagas that are not parked, by app, handler and version. The app's name is quoted, as in a scope's.
 select coalesce(s.app, split_part(c.name, '/', 1)) as app, s.handler, s.version, count(*) as sagas
 from {schema}.saga as s join {schema}.scope as c on c.id = s.scope_id
 where s.parked is null
@@ -191,7 +195,7 @@ group by 1, 2, 3
 order by 1, 2, 3
 
 -- name: unbegun_children
--- L31. Sagas that others have started and whose messages nobody has taken; app and handler as the queue's name has them.
+-- L31. Child sagas whose messages no worker has taken; app and handler as in the queue's name.
 select q.app, q.handler, count(*) as sagas
 from (
     select split_part(substr(name, 2), '/', 1) as app, substr(name, position('/' in name) + 1) as handler, message_id,
@@ -210,7 +214,8 @@ order by 1, 2
 select runs from {schema}.worker where until >= clock_timestamp()
 
 -- name: move_sagas
--- L31. Not those that a live worker holds. What was begun from code is in a queue of its handler's.
+-- L31. Without those that a live worker holds. A saga that was started from code has a queue of its handler as its
+-- source.
 with moved as (
     update {schema}.saga as s
     set app = %(to_app)s, handler = %(to_handler)s, token = greatest(s.token + 1, nextval('{schema}.saga_token')),
@@ -229,7 +234,7 @@ select (select count(*) from moved) as moved,
         as held
 
 -- name: moveable_sagas
--- Of which handlers there are sagas that `move_sagas` would give away. The app's name is quoted.
+-- The handlers that have sagas which `move_sagas` could move. The app's name is quoted.
 select distinct coalesce(s.app, split_part(c.name, '/', 1)) as app, s.handler
 from {schema}.saga as s join {schema}.scope as c on c.id = s.scope_id
 order by 1, 2
@@ -255,14 +260,15 @@ union all
 select encode(parent, 'hex') from {schema}.child where key = %(key)s and began and ended
 
 -- name: saga_signals
--- Those that no wait has taken. `awaited`: one that is not over is for it.
+-- The signals that no wait has taken. `awaited`: an open wait is for this signal.
 select g.name, count(*) as signals, min(g.sent_at) as first_at, exists (
         select from {schema}.step as t where t.key = %(key)s and t.signal = g.name and t.position is null) as awaited
 from {schema}.signal as g where g.key = %(key)s
 group by g.name order by g.name
 
 -- name: unawaited_signals
--- L81. Of sagas that have not ended, and that do not wait for that name now; `begun`: of how many of these sagas is known.
+-- L81. Signals to sagas that have not ended and do not wait for that name now. `begun`: how many of these sagas have
+-- begun.
 select c.name as scope, g.name, count(*) as signals, min(g.sent_at) as first_at, count(r.key) as begun
 from {schema}.signal as g
 join {schema}.scope as c on c.id = g.scope_id
@@ -273,7 +279,7 @@ where (r.key is null or r.state not in ({COMPLETED}, {FAILED}))
 group by c.name, g.name order by c.name, g.name
 
 -- name: awaited_names
--- What sagas of this handler wait for, or have waited for, by the youngest thousand of them.
+-- The signals that sagas of this handler wait for, or have waited for, taken from the youngest thousand of them.
 select distinct t.signal as name from (
     select s.key from {schema}.saga as s where s.handler = %(handler)s order by s.due desc limit 1000
 ) as s
@@ -294,8 +300,8 @@ select at, what, owner, token, attempt, detail from {schema}.history where key =
 select 1 from {schema}.saga where key = %(key)s for update
 
 -- name: locked_saga
--- A separate statement after the row lock, so that its snapshot shows who took the saga, or renewed a lease, while the
--- lock was awaited.
+-- A separate statement after the row lock, so that its snapshot shows a takeover or a renewed lease of the time in
+-- which the lock was awaited.
 select s.state, s.rejection, w.name as owner, {held} as held, s.parked, s.cancel
 from {schema}.saga as s left join {schema}.worker as w on w.id = s.worker
 where s.key = %(key)s
@@ -310,8 +316,8 @@ set token = greatest(token + 1, nextval('{schema}.saga_token')), parked = null, 
 where key = %(key)s
 
 -- name: open_calls
--- L52. Calls, and undos of calls, of unknown outcome; and the call whose end a person has said, if the handler could not
--- go on with that.
+-- L52. Calls, and undos of calls, with an unknown outcome; and a call whose outcome a person has given, if the handler
+-- could not continue with that.
 select name, state, attempt from {schema}.step where key = %(key)s and state in ({INTENT}, {UNDO_INTENT})
 union all
 select s.name, {INTENT}, s.attempt from {schema}.step as s join {schema}.saga as g using (key)
@@ -341,15 +347,15 @@ update {schema}.step set state = {DONE}, undo_at = null
 where key = %(key)s and name = %(name)s and state = {UNDO_INTENT}
 
 -- name: request_cancel
--- L50. Its worker, if it has one, is to notice.
+-- L50: a request, which the saga's worker, if it has one, will notice.
 update {schema}.saga set cancel = %(undo)s where key = %(key)s
 
 -- name: forget_dead
--- A person has decided, so the saga is no longer put aside.
+-- A person has decided, so the saga is no longer a dead letter.
 delete from {schema}.dead_letter where key = %(key)s
 
 -- name: known_keys
--- The first keys of which something is known, in a range of the indexes; of each no more are read.
+-- The first keys that have any rows, in a range of the indexes; no more rows are read than these.
 (select key from {schema}.record where key between %(low)s and %(high)s order by key limit %(limit)s)
 union (select key from {schema}.attempt where key between %(low)s and %(high)s order by key limit %(limit)s)
 union (select distinct key from {schema}.dead_letter where key between %(low)s and %(high)s order by key limit %(limit)s)
@@ -385,7 +391,8 @@ select c.name as scope, a.count, a.error, a.changed_at
 from {schema}.attempt as a join {schema}.scope as c on c.id = a.scope_id where a.key = %(key)s
 
 -- name: key_stored
--- When the message runs that a PENDING record waits for: null, as soon as a worker takes it. Found by the key in its headers.
+-- When the message that a PENDING record waits for will run; null once a worker may take it. Found by the key in its
+-- headers.
 select null::timestamptz as due_at from {schema}.queue
 where name = %(name)s and position(%(digits)s::bytea in headers) > 0
 union all
@@ -398,11 +405,11 @@ select id, handler, source, position, reason, error, attempts, arrivals, first_a
 from {schema}.dead_letter where key = %(key)s order by id
 
 -- name: lock_key
--- As a claim does (J1), but waits.
+-- The lock of a claim (J1), but waits for it.
 select pg_advisory_xact_lock(('x' || encode(substring(%(key)s::bytea for 8), 'hex'))::bit(64)::bigint)
 
 -- name: lock_request
--- From then on nobody takes it over, which needs no lock of the key (H24).
+-- From now on no process takes it over; a takeover does not need the key's lock (H24).
 select 1 from {schema}.request where key = %(key)s for update
 
 -- name: decided_key
@@ -414,7 +421,7 @@ select r.state, exists (select from {schema}.saga where key = %(key)s) as runs,
 from (select %(key)s::bytea as key) as k left join {schema}.record as r on r.key = k.key
 
 -- name: forget_key
--- Fingerprints too: of a payload that can be guessed they say whether it was this one.
+-- Fingerprints too: if a payload can be guessed, its fingerprint confirms the guess.
 with results as (delete from {schema}.result where key = %(key)s),
     attempts as (delete from {schema}.attempt where key = %(key)s),
     steps as (delete from {schema}.step where key = %(key)s),
@@ -430,8 +437,8 @@ with results as (delete from {schema}.result where key = %(key)s),
 select count(*) from letters
 
 -- name: key_deliveries
--- The newest: what became of each and when, where it came from, which process had it, and for how many
--- seconds. There is no index on keys, which would cost each message what the rest of its row does.
+-- The newest deliveries: the outcome of each and its time, where it came from, which process had it, and for how many
+-- seconds. There is no index on keys: it would cost each message as much as the rest of its row.
 select d.at - make_interval(secs => coalesce(d.ended[k.i], d.ended[1]) / 1000.0) as at,
     coalesce(w.outcomes[k.i], w.outcomes[1]) as outcome,
     coalesce(w.sources[k.i], w.sources[1]) || ' ' || coalesce(w.positions[k.i], '') as place, d.worker,
@@ -447,7 +454,7 @@ where %(first)s = any(d.keys) and k.key = %(first)s
 order by at desc limit %(limit)s
 
 -- name: forget_deliveries
--- The position too, which may be an id that its producer has chosen. What stays says that some delivery was there.
+-- The position too, which may be an id that its producer has chosen. What is left shows only that there was a delivery.
 update {schema}.delivery_log as d
 set keys = array_replace(d.keys, %(first)s::bigint, null), positions = array_to_string(array(
     select case when p.key = %(first)s then '' else p.place end
@@ -460,7 +467,7 @@ with requests as (delete from {schema}.request where key = %(key)s),
 delete from {schema}.record where key = %(key)s
 
 -- name: release_key
--- Its letters are closed, and say by whom.
+-- Its dead letters are closed, with the name of the person.
 with records as (delete from {schema}.record where key = %(key)s),
     requests as (delete from {schema}.request where key = %(key)s),
     acceptances as (delete from {schema}.accepted where key = %(key)s),

@@ -1,9 +1,9 @@
 """Connections whose server has to answer in time (R20).
 
-A proxy, or a server that hangs, may keep a connection open and say nothing. TCP sees no fault in that, and psycopg
-would wait for ever. Here each exchange has `patience` seconds; then the socket is shut down, which ends it with an
-OperationalError, and the connection is closed. Nothing is asked of the server first, since it would not answer that
-either. What became of the statement is not known.
+A proxy, or a server that hangs, may keep a connection open and send nothing. TCP does not notice that, and psycopg
+would wait for ever. Here each exchange has a timeout of `patience` seconds. Then the socket is shut down, which ends
+the exchange with an OperationalError, and the connection is closed. No cancel request is sent first, since that would
+get no answer either. The outcome of the statement is unknown.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Exchange = Generator[Wait, Ready | int, RV]  # psycopg's steps of one exchange w
 
 PATIENCE: Final = 30.0  # seconds; no statement of ours may wait so long for a lock
 INTERVAL: Final = 0.1  # psycopg's own default
-_LOOK: Final = 1.0  # seconds between two looks whether somebody has less patience by now
-_LEFT: Final = 1.0  # seconds for who waits on a socket that was shut down
+_LOOK: Final = 1.0  # seconds between two checks whether `patience` was lowered meanwhile
+_LEFT: Final = 1.0  # seconds for a task that waits on a socket that was shut down
 
 
 def cut(descriptor: int) -> None:
-    """Shut a socket down: whoever waits on it reads its end."""
+    """Shut a socket down: each task that waits on it reads its end."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as same:
         same.shutdown(socket.SHUT_RDWR)
 
@@ -51,12 +51,12 @@ def silence(seconds: float) -> psycopg.OperationalError:
 class AnsweringConnection(psycopg.AsyncConnection[Row]):
     """Each exchange ends within `patience` seconds. `notifies()` needs a `timeout` of its own.
 
-    `silent`: one did not end by itself.
+    `silent`: an exchange had to be ended after that time.
     """
 
     patience: float = PATIENCE
     silent = False
-    _since = 0.0  # the loop's time at which it was heard of last
+    _since = 0.0  # the loop's time at which the server last sent something
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -64,21 +64,21 @@ class AnsweringConnection(psycopg.AsyncConnection[Row]):
 
     @classmethod
     async def connect(cls, conninfo: str = "", **more: Any) -> Self:
-        """See `psycopg.AsyncConnection.connect`. An attempt that is given up ends at once."""
+        """See `psycopg.AsyncConnection.connect`. An attempt that is given up leaves no open socket behind."""
         while True:
             forked = forks.count()
             try:
                 connection = await super().connect(conninfo, **more)
             except BaseException as error:
                 # psycopg closes its socket with the last reference to it, and its frames have one, which the error
-                # keeps. To the server it would be somebody who logs in: for up to a minute no DROP DATABASE would get
-                # on.
+                # keeps. To the server that would be a client that is logging in, and for up to a minute it would block
+                # DROP DATABASE.
                 traceback.clear_frames(error.__traceback__)
                 _name_certificate(error, conninfo)
                 raise
             if forks.count() == forked:
                 return connection
-            await connection.close()  # O25: a child that was forked meanwhile has it too
+            await connection.close()  # O25: a child process that was forked meanwhile has the socket too
 
     async def wait(self, gen: Exchange[RV], interval: float = INTERVAL, timeout: float | None = None) -> RV:
         """See `psycopg.AsyncConnection.wait`."""
@@ -87,7 +87,7 @@ class AnsweringConnection(psycopg.AsyncConnection[Row]):
         return await self.ended_within(self.patience, super().wait(gen, interval))
 
     async def close(self) -> None:
-        """See `psycopg.AsyncConnection.close`. What another task has under way ends with an error."""
+        """See `psycopg.AsyncConnection.close`. An exchange of another task ends with an error."""
         if self.lock.locked() and not self.closed:
             # Else its descriptor is free while the other task waits on it: the next connection gets it, and both hang.
             with suppress(psycopg.Error):
@@ -98,7 +98,7 @@ class AnsweringConnection(psycopg.AsyncConnection[Row]):
         await super().close()
 
     async def ended_within(self, seconds: float, exchange: Awaitable[RV]) -> RV:
-        """The result of an exchange; it is ended once nothing was heard of the server for so long."""
+        """The result of an exchange, which is ended once the server has sent nothing for so many seconds."""
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle | None = None
 
@@ -129,7 +129,7 @@ class BlockingConnection(psycopg.Connection[Row]):
     """The same for a thread that may block."""
 
     patience: float = PATIENCE
-    waited_on = -1  # the same socket under another number, during an exchange
+    waited_on = -1  # a duplicate descriptor of the socket, during an exchange
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -147,11 +147,11 @@ class BlockingConnection(psycopg.Connection[Row]):
                 raise
             if forks.count() == forked:
                 return connection
-            connection.close()  # O25: a child that was forked meanwhile has it too
+            connection.close()  # O25: a child process that was forked meanwhile has the socket too
 
     def wait(self, gen: Exchange[RV], interval: float = INTERVAL, timeout: float | None = None) -> RV:
         """See `psycopg.Connection.wait`."""
-        # Its number cannot become that of another socket before the timer is over.
+        # The duplicate's number cannot become that of another socket before the timer is over.
         self.waited_on = ours = os.dup(self.pgconn.socket)
         seconds, late = self.patience, threading.Event()
 

@@ -1,5 +1,5 @@
-"""How we connect, and how our own statements are sent and read: never as a handler, or another library, has told
-psycopg (R14)."""
+"""How we connect, and how our own statements are sent and read: always by psycopg's defaults, whatever a handler or
+another library has set in psycopg (R14)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from idemconsumer.sql.answering import AnsweringConnection, BlockingConnection
 
 
 class _Bytea(Dumper):
-    """As text, which is how arrays of them are sent. psycopg's own doubles the backslash in a session with
-    `standard_conforming_strings = off`, and no key is found by what comes of that."""
+    """Sends bytes as text, as arrays of bytes are sent. In a session with `standard_conforming_strings = off`,
+    psycopg's own dumper doubles the backslash, and the result matches no key."""
 
     oid = 17
 
@@ -35,21 +35,21 @@ class _Bytea(Dumper):
 
 
 def _defaults() -> AdaptersMap:
-    """Made anew: psycopg's own map may hold what another library registered before this was imported."""
+    """A new map: psycopg's own may hold adapters that another library registered before this was imported."""
     types = TypesRegistry()
     register_default_types(types)
     adapters = AdaptersMap(types=types)
     register_default_adapters(adapters)
-    for dumper in (_Bytea, BytesBinaryDumper):  # the last one is what single values are sent by
+    for dumper in (_Bytea, BytesBinaryDumper):  # the last one is used for single values
         adapters.register_dumper(bytes, dumper)
     return adapters
 
 
 ADAPTERS: Final = _defaults()
-EXACT: Final = {"default_transaction_isolation": "read committed", "array_nulls": "on"}  # R15, R44
-RESTING: Final = {"idle_session_timeout": "0"}  # R44: a connection that waits for work, or for a notice, is not idle
-_ISO: Final = "set datestyle to iso"  # the order of day and month stays, which a person's SQL may rely on
-NAME: Final = "idemconsumer"  # of our connections, where nobody has given them another
+EXACT: Final = {"default_transaction_isolation": "read committed", "array_nulls": "on"}  # read back: R15, R44
+RESTING: Final = {"idle_session_timeout": "0"}  # R44: a connection that waits for work or a notice must not be closed
+_ISO: Final = "set datestyle to iso"  # keeps the order of day and month, which a person's SQL may rely on
+NAME: Final = "idemconsumer"  # the application_name of our connections, unless another is given
 _MOST_OF_APP: Final = 27  # characters, so that place and purpose still fit
 _STANDBYS: Final = ("standby", "prefer-standby", "read-only")
 
@@ -65,12 +65,12 @@ class OwnCursor(psycopg.AsyncCursor[tuple[Any, ...]]):
         return ADAPTERS
 
     def _get_prepared(self, pgq: PostgresQuery, prepare: bool | None = None) -> tuple[Prepare, bytes]:
-        return PrepareManager.get(self._conn._prepared, pgq, prepare)  # J28 is about tables of others
+        return PrepareManager.get(self._conn._prepared, pgq, prepare)  # J28 concerns only tables of others
 
 
 def named(dsn: str, app: str, worker: str | None = None) -> str:
-    """The DSN, whose connections say what they are of to those who look at pg_stat_activity; not where it has an
-    `application_name` itself, or PGAPPNAME is set. The server keeps 63 bytes, so of a long name only the beginning."""
+    """The DSN with an application name that shows in pg_stat_activity what its connections belong to. It does not apply
+    if the DSN has an `application_name`, or PGAPPNAME is set. The server keeps 63 bytes, so a long name is cut."""
     plain = "".join(character if " " <= character <= "~" else "?" for character in app)[:_MOST_OF_APP]
     place = "" if worker is None else f" worker {worker}"
     return make_conninfo(dsn, fallback_application_name=f"{NAME} {plain}{place}")
@@ -81,10 +81,10 @@ def connect(
 ) -> BlockingConnection[Any]:
     """A connection that no handler uses: autocommit, READ COMMITTED, nothing prepared unless asked for.
 
-    It writes in `transaction()` alone: behind a pooler that takes no settings (R18) it has those of its role, which
-    may be read-only outside of that. Text is UTF-8 and times are ISO, whatever role, database or environment say (R15).
-    `purpose` is a word behind its name (see `named`). Raises psycopg.Error, or ConfigurationError for the address of a
-    standby, or where settings that the address asks for do not hold (R18).
+    It writes only in `transaction()`: behind a pooler that takes no settings (R18) it has those of its role, which may
+    be read-only outside of that. Text is UTF-8 and times are ISO, whatever role, database or environment set (R15).
+    `purpose` is a word after its name (see `named`). Raises psycopg.Error, or ConfigurationError for the address of a
+    standby, or if settings that the address requests are not in force (R18).
     """
     conninfo, options, asked = _own(dsn, settings, purpose, more)
     try:
@@ -130,12 +130,12 @@ async def connect_async(
 
 
 def _reads_times(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
-    """Whether psycopg can read times there. A pooler tells of its style too, and keeps one that is set."""
+    """Whether psycopg can read times there. A pooler reports its style too, and keeps one that is set."""
     return (connection.info.parameter_status("DateStyle") or "ISO").startswith("ISO")
 
 
 async def is_pooled(connection: psycopg.AsyncConnection[Any]) -> bool:
-    """Whether somebody stands between us and the server: the pids that he gives are others, or change (R18)."""
+    """Whether a pooler is between us and the server: then the pids that it reports differ from the server's (R18)."""
     pids = {str(connection.info.backend_pid)}
     for _ in range(2):
         async with connection.transaction():
@@ -147,8 +147,8 @@ async def is_pooled(connection: psycopg.AsyncConnection[Any]) -> bool:
 def _own(
     dsn: str, settings: Mapping[str, str] | None, purpose: str, more: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any], dict[str, str]]:
-    """The address, the arguments, and what to read back."""
-    # row_security: where a policy would hide rows of ours, an error instead of too few rows (R44).
+    """The address, the arguments, and the settings to read back."""
+    # row_security off: if a policy would hide rows of ours, there is an error instead of missing rows (R44).
     ours = {"default_transaction_read_only": "off", "row_security": "off"}
     wanted = EXACT | RESTING | ours | dict(settings or {})
     name = f"{conninfo_to_dict(dsn).get('fallback_application_name', NAME)} {purpose}"
@@ -160,30 +160,31 @@ def _own(
 
 
 def takes_no_settings(error: psycopg.OperationalError) -> bool:
-    """Whether a pooler refused the startup options, as PgBouncer does; libpq gives nothing but its text."""
+    """Whether a pooler refused the startup options, as PgBouncer does; libpq gives only its text."""
     return "unsupported startup parameter" in str(error)
 
 
 def nobody_listens(error: psycopg.OperationalError) -> bool:
-    """Whether there is no server at all, at one address at least; libpq gives nothing but the system's text."""
+    """Whether no server listens, at one address at least; libpq gives only the system's text."""
     return any(os.strerror(each) in str(error) for each in (errno.ECONNREFUSED, errno.ENOENT))
 
 
 def without_settings(conninfo: str) -> str:
-    """With empty options, since without any libpq would take those of PGOPTIONS."""
+    """With empty options, since without any libpq would use those of PGOPTIONS."""
     return make_conninfo(conninfo, options="")
 
 
 def with_settings(dsn: str, settings: Mapping[str, str]) -> str:
-    """The DSN with settings of the session, besides those that it has, and leading to a primary (R19)."""
+    """The DSN with these session settings added to its own, and leading to a primary (R19)."""
     options = " ".join([given_options(dsn), *(f"-c {name}={_escaped(value)}" for name, value in settings.items())])
     return make_conninfo(dsn, options=options.strip(), **_to_primary(dsn))
 
 
 def _to_primary(dsn: str) -> dict[str, str]:
-    """R19. `read-write` fails on every server once a session is read-only by default, and means a primary.
+    """R19. `read-write` would fail on every server, as sessions are read-only by default; it is meant as `primary`.
 
-    Of several servers the primary is looked for. So it is where a service file may name several: we cannot see that.
+    If several servers are named, the primary is chosen. The same with a service file, which may name several: its
+    content cannot be seen here.
     """
     given = conninfo_to_dict(dsn)
     defaults = {each.keyword.decode(): each.val.decode() for each in pq.Conninfo.get_defaults() if each.val}
@@ -203,11 +204,11 @@ def _escaped(value: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------- the settings of an address
-# Those that it asks for by itself, in `options` or PGOPTIONS, and whether a session has them (R18). A pooler drops
-# them, as it drops ours. Writes of a session without its search_path land in tables of another schema.
+# The settings that it requests itself, in `options` or PGOPTIONS, and whether a session has them (R18). A pooler drops
+# them, as it drops ours. Without its search_path, a session would write into tables of another schema.
 
-# What is, and what the server makes of the wanted value; that lasts for this statement alone. A setting that only a new
-# session takes is compared as it was written.
+# The value in force, and the wanted value in the server's form; that is set for this statement alone. A setting that
+# only a new session accepts is compared as it was written.
 HELD: Final = """
 select w.name, pg_catalog.current_setting(w.name, true),
     case when s.context operator(pg_catalog.=) any (array['backend', 'superuser-backend']) then w.value
@@ -220,12 +221,12 @@ left join pg_catalog.pg_settings as s on pg_catalog.lower(s.name) operator(pg_ca
 _WORD: Final = re.compile(r"(?:\\.|[^\s\\])+", re.DOTALL)
 _ELEMENT: Final = re.compile(r'"((?:[^"]|"")*)"|([^\s,"]+)')
 _PLAIN: Final = re.compile(r"[a-z_][a-z0-9_]*")
-_KEYWORDS: Final = ("application_name", "client_encoding")  # those of the address, or ours, come after `options`
+_KEYWORDS: Final = ("application_name", "client_encoding")  # the address's own, or ours, override those of `options`
 _LISTS: Final = ("search_path", "temp_tablespaces", "local_preload_libraries", "session_preload_libraries")
 
 
 def given_options(dsn: str) -> str:
-    """As libpq finds them: PGOPTIONS counts where the address has none."""
+    """The options as libpq takes them: those of PGOPTIONS if the address has none."""
     given = conninfo_to_dict(dsn).get("options")
     if given is None:
         found = {each.keyword: each.val for each in pq.Conninfo.get_defaults()}
@@ -234,7 +235,7 @@ def given_options(dsn: str) -> str:
 
 
 def asked_for(dsn: str, ours: Iterable[str]) -> dict[str, str]:
-    """What to read back; not `ours`, which come after them. Raises ConfigurationError for what is no setting."""
+    """The settings to read back, without `ours`, which override them. Raises ConfigurationError for an invalid one."""
     settings: dict[str, str] = {}
     words = iter([re.sub(r"\\(.)", r"\1", word, flags=re.DOTALL) for word in _WORD.findall(given_options(dsn))])
     for word in words:
@@ -247,17 +248,17 @@ def asked_for(dsn: str, ours: Iterable[str]) -> dict[str, str]:
 
 
 def parameters(asked: Mapping[str, str]) -> dict[str, Any]:
-    """Of HELD."""
+    """The parameters of HELD."""
     return {"names": list(asked), "values": list(asked.values())}
 
 
 def lost(rows: Iterable[tuple[Any, ...]]) -> dict[str, str]:
-    """What the rows of HELD say that the session does not have, with what it has."""
+    """The settings that the session does not have according to the rows of HELD, each with the value it has."""
     return {name: found or "" for name, found, wanted, *_ in rows if not _same(name, found, wanted)}
 
 
 def refuse_lost(asked: Mapping[str, str], rows: Sequence[tuple[Any, ...]]) -> None:
-    """Raises ConfigurationError, with what to run, unless the session has all that was asked for."""
+    """Raises ConfigurationError, with the statements to run, unless the session has all requested settings."""
     if found := lost(rows):
         role, database = rows[0][3:]
         raise refusal(role, database, {name: asked[name] for name in found}, found, pooled=True)
@@ -266,7 +267,7 @@ def refuse_lost(asked: Mapping[str, str], rows: Sequence[tuple[Any, ...]]) -> No
 def refusal(
     role: str, database: str, wanted: Mapping[str, str], found: Mapping[str, str], *, pooled: bool
 ) -> ConfigurationError:
-    """What is not as it is `wanted`, and the statements with which the role carries it."""
+    """The error for settings that are not as `wanted`, with the statements that give them to the role."""
     remedy = "; ".join(_alter(role, database, name, value) for name, value in wanted.items())
     are = ", ".join(f"{name} is {found[name]!r}" for name in wanted)
     why = (

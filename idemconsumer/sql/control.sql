@@ -1,4 +1,5 @@
--- Workers on record, and what people want of them. queries.py describes the format: {schema} is the configured schema.
+-- The rows of workers, and what people request of them. queries.py describes the format: {schema} is the configured
+-- schema.
 
 -- fragment: decided
 -- O14. What people have decided about the handlers of an app.
@@ -13,15 +14,15 @@ select {app_of_saga} as app, s.state, s.due, s.started_at from {schema}.saga as 
 where (%(app)s::text is null or {app_of_saga} = %(app)s)
 
 -- name: register_process
--- One instant for both: two looks at the clock differ, and it would seem that the worker had been seen again.
+-- One instant for both: two calls of the clock differ, and the worker would seem to have been seen again.
 insert into {schema}.process (app, host, pid, place, version, state, handlers, started_at, seen_at)
 values (%(app)s, %(host)s, %(pid)s, %(place)s, %(version)s, %(state)s, %(handlers)s::jsonb, statement_timestamp(),
     statement_timestamp())
 returning id, false, {decided}
 
 -- name: refresh_process
--- O13. One that was away for long is put on record again, under a new number: a database that was set back is about to give the
--- old one to another worker (R43).
+-- O13. A process that was away for long gets a new row, under a new number: a database that was restored from a backup
+-- may give the old number to another worker (R43).
 with seen as (
     update {schema}.process set seen_at = clock_timestamp(), state = %(state)s, handlers = %(handlers)s::jsonb
     where id = %(id)s returning id, drain_at
@@ -38,11 +39,11 @@ select coalesce((select id from seen), (select id from again)), exists (select f
 delete from {schema}.process where id = %(id)s
 
 -- name: prune_processes
--- O13. Those that left without a word. A person can still ask why for an hour.
+-- O13. Processes that ended without deleting their row. For an hour a person can still query them.
 delete from {schema}.process where seen_at < clock_timestamp() - interval '1 hour'
 
 -- name: processes
--- `lost`: it has missed three looks.
+-- `lost`: it has missed three updates.
 select p.id, p.app, p.host, p.pid, p.place, p.version, p.handlers::text as handlers, p.started_at, p.seen_at, p.drain_at,
     case when p.seen_at < clock_timestamp() - make_interval(secs => %(lost)s) then 'lost'
          when p.drain_at is not null then 'draining' else p.state end as state,
@@ -52,20 +53,20 @@ where %(app)s::text is null or p.app = %(app)s
 order by p.app, p.host, p.place, p.id
 
 -- name: unrecorded_workers
--- L28. Leases of processes that are not on record: of a program that runs sagas itself, or of a worker that has just begun.
--- One that runs nothing holds requests, and is neither (H22).
+-- L28. Leases of processes without a row: of a program that runs sagas itself, or of a worker that has just begun. A
+-- lease that runs no handlers is for requests, and is neither (H22).
 select w.name, w.runs::text as runs from {schema}.worker as w
 where w.until >= clock_timestamp() and w.runs <> '[]'
   and not exists (select from {schema}.process as p where p.host || ':' || p.pid = w.name)
 order by w.id
 
 -- name: paused_handlers
--- By whom, when and why.
+-- With the person, the time and the reason.
 select app, handler, at, by, reason from {schema}.control
 where %(app)s::text is null or app = %(app)s order by app, handler
 
 -- name: pause_handler
--- O14, O16. Who is told of it reads it in the commit.
+-- O14, O16. A worker that is notified reads this row, which is in the same commit.
 with done as (
     insert into {schema}.control (app, handler, at, by, reason)
     values (%(app)s, %(handler)s, clock_timestamp(), %(by)s, %(reason)s)
@@ -97,7 +98,7 @@ with done as (
 select count(*) as changed, pg_notify('idemconsumer_queue', 'control:')::text as told from done
 
 -- name: note_decision
--- O16: in the transaction that does it.
+-- O16: in the transaction of the decision.
 insert into {schema}.audit (at, by, role, what, target)
 values (clock_timestamp(), %(by)s, session_user, %(what)s, %(target)s) returning id
 
@@ -105,12 +106,13 @@ values (clock_timestamp(), %(by)s, session_user, %(what)s, %(target)s) returning
 update {schema}.audit set target = %(target)s where id = %(id)s returning id
 
 -- name: audit
--- `by`: as they said themselves; `role`: of the database.
+-- `by`: the name that the person gave; `role`: the role in the database.
 select id, at, by, role, what, target, reason from {schema}.audit order by id desc limit %(limit)s
 
 -- name: lock_waits
--- O34. Which of these sessions have waited for a lock for so long, and who has it: of several one that does not wait himself,
--- and began first. For the gate (G3) groups are to wait. What another role runs only members of pg_read_all_stats see.
+-- O34. Which of these sessions have waited for a lock for so long, and which session holds it: of several holders one
+-- that does not wait itself, and began first. Not for the gate (G3): groups wait for that by design. Only members of
+-- pg_read_all_stats see what another role runs.
 select w.pid, h.pid, h.program, h.role, h.state, h.statement, h.since
 from (
     select distinct l.pid from unnest(%(pids)s::int[]) as p (pid)
@@ -129,9 +131,10 @@ cross join lateral (
 select clock_timestamp() as at
 
 -- name: status_queues
--- `most`: of each queue so many rows are read, the first ones, and `more`: there are more. `oldest`: seconds since the first one that waits was
--- published, or given back; `overdue`: since the first one that is due should have been moved to its queue. `waiting` could be
--- taken now, `in_hand` of workers, `delayed` until they are due, the first at `next`.
+-- `most`: only the first `most` rows of each queue are read; `more`: there are more. `oldest`: seconds since the first
+-- message that waits was published, or released; `overdue`: since the first one that is due should have been moved to
+-- its queue. `waiting` messages could be taken now, workers have `in_hand`, and `delayed` ones are not due yet, the
+-- first at `next`.
 select w.name, r.waiting, r.in_hand, r.oldest, l.delayed, l.next, l.overdue, r.more or l.delayed > %(most)s as more
 from (select distinct name from {schema}.line where line in ('queue', 'delayed')) as w
 cross join lateral (
@@ -150,8 +153,9 @@ cross join lateral (
 order by w.name
 
 -- name: status_sagas
--- O30: of each handler, and of each version of those that wait, so many are read of each kind, and of the app alone that is
--- asked for; without one, apps that have a handler of the same name share these. The app's name is quoted, as in a scope's. `due`: a worker could take it now; `overdue`: for so many seconds.
+-- O30: up to `most` sagas are read of each handler, of each version of those that wait, and of each kind. Only the
+-- requested app's are read; if no app is given, apps with a handler of the same name share that limit. The app's name
+-- is quoted, as in a scope's. `due`: a worker could take it now; `overdue`: for so many seconds.
 with recursive handlers (name) as (
     (select s.handler from {schema}.saga as s order by s.handler limit 1)
     union all
@@ -193,7 +197,8 @@ group by 1, 2
 order by 1, 2
 
 -- name: status_letters
--- O30: of each reason so many letters are counted, and only those that wait for a person, of the app that is asked for.
+-- O30: up to `most` dead letters are counted of each reason, and only those of the requested app that wait for a
+-- person.
 with recursive open (scope, reason) as (
     (select d.scope, d.reason from {schema}.dead_letter as d where d.redriven_at is null
      order by d.scope, d.reason limit 1)
@@ -222,7 +227,8 @@ cross join lateral (
 order by 2 desc, 1
 
 -- name: stale_leases
--- Workers whose lease has been over for a minute, and that hold sagas nobody has taken; up to `most` of these are counted.
+-- Workers whose lease has been over for a minute, and whose sagas no other worker has taken; up to `most` sagas are
+-- counted.
 with recursive {owners}
 select o.worker, w.name, extract(epoch from clock_timestamp() - w.until)::float8 as seconds,
     (select count(*) from (select 1 from {schema}.saga as s where s.worker = o.worker limit %(most)s + 1) as s) as sagas
@@ -231,8 +237,9 @@ where o.worker is not null and (w.id is null or w.until < clock_timestamp() - in
 order by o.worker
 
 -- name: old_transactions
--- Of this database, and what was prepared and is not decided: nothing that ended since they began can be vacuumed. Their
--- statements are not shown, since these quote rows. Of other roles only members of pg_read_all_stats see any.
+-- Transactions of this database, including those that are prepared and not decided: rows that were deleted since they
+-- began cannot be vacuumed. Their statements are left out, since these quote rows. Only members of pg_read_all_stats
+-- see other roles'.
 select a.pid::text as who, a.usename::text as role, coalesce(nullif(a.application_name, ''), a.backend_type) as program, a.state,
     extract(epoch from clock_timestamp() - a.xact_start)::float8 as seconds
 from pg_stat_activity as a
@@ -246,8 +253,9 @@ where p.database = current_database() and p.prepared < clock_timestamp() - make_
 order by seconds desc
 
 -- name: table_sizes
--- What our tables take, and what their rows should take: their widths as ANALYZE has seen them, with a header, and a fifth
--- of free space; null before the first ANALYZE. Large values, which lie outside of the table, are in neither.
+-- The size of our tables, and the size that their rows should need: the widths that ANALYZE has measured, with a
+-- header, and a fifth of free space; null before the first ANALYZE. Large values, which are stored outside of the
+-- table, are in neither.
 select c.relname::text as name, pg_relation_size(c.oid) as bytes, t.n_live_tup as live, t.n_dead_tup as dead,
     extract(epoch from clock_timestamp() - greatest(t.last_vacuum, t.last_autovacuum))::float8 as vacuumed,
     (select case when c.reltuples >= 0 then c.reltuples * (28 + sum(s.avg_width)) * 1.25 end

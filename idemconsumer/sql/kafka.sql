@@ -1,15 +1,15 @@
 -- Positions in Kafka's partitions, one statement per name. queries.py describes the format.
 
 -- name: kafka_positions
--- One row without a topic where there are none: the time says which server has answered.
+-- One row without a topic if there are no positions: its time identifies the server that has answered.
 select s.started, p.topic, p.partition, p.history, p.base, p.counter, p.position, p.quiet, p.leader
 from (select pg_postmaster_start_time()) as s (started)
 left join {schema}.kafka_position as p
     on p.cluster = %(cluster)s and p.group_name = %(group)s and p.topic = any(%(topics)s::text[])
 
 -- name: begin_kafka_positions
--- The counter grows, so that a former owner that is late cannot say of this reading that it is over (K10), and that an
--- older offset in Kafka shows (K19).
+-- The counter grows. So a former owner that is late cannot report that this reading is over (K10), and an older offset
+-- in Kafka is noticed (K19).
 insert into {schema}.kafka_position as k
     (cluster, group_name, topic, partition, history, base, counter, position, leader, changed_at)
 select %(cluster)s, %(group)s, w.topic, w.partition, w.history, w.base, w.counter, w.position, w.leader,
@@ -27,8 +27,8 @@ set history = excluded.history, base = excluded.base, counter = greatest(k.count
 returning topic, partition, counter
 
 -- name: save_kafka_positions
--- Only on the server that has the effects of what is below (K12). The rows are locked in one order, since a former owner
--- may be writing too.
+-- Only on the server that has the effects of the messages below the position (K12). The rows are locked in one order,
+-- since a former owner may be writing too.
 with w as materialized (
     select p.cluster, p.group_name, p.topic, p.partition, given.position, given.leader, given.counter
     from unnest(%(topics)s::text[], %(partitions)s::integer[], %(histories)s::text[], %(positions)s::bigint[],
@@ -71,6 +71,6 @@ update {schema}.kafka_stop set skip = true
 where topic = %(topic)s and partition = %(partition)s and first = %(first)s and group_name = %(group)s
 
 -- name: leave_kafka_stop
--- It could be read after all.
+-- The messages could be read after all.
 delete from {schema}.kafka_stop
 where cluster = %(cluster)s and group_name = %(group)s and topic = %(topic)s and partition = %(partition)s and not skip

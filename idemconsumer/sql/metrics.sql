@@ -1,8 +1,10 @@
--- What a launcher asks about the database for its metrics, at most every quarter of a minute (O11). queries.py describes the
+-- The launcher's queries about the database for its metrics, at most every quarter of a minute (O11). queries.py
+-- describes the
 -- format: {schema} is the configured schema, {UNDOING} the number stored for that state, {held} a fragment of sagas.sql.
 
 -- name: measure_queues
--- Of these queues: what can be taken, up to a hundred thousand, and for how long the first one could; and what is not due.
+-- For these queues: messages that can be taken, up to a hundred thousand, and for how long the first one could; and
+-- those not due yet.
 select w.name, ready.messages + fallen.messages, greatest(0, first.seconds, fallen.seconds)::float8, later.messages
 from unnest(%(names)s::text[]) as w (name)
 cross join lateral (
@@ -30,7 +32,7 @@ cross join lateral (
 ) as later
 
 -- name: measure_sagas
--- By state as `saga_list` has it; and how many of them a worker could take now, and for how long. The app's name is quoted,
+-- By state as in `saga_list`; and how many of them a worker could take now, and for how long. The app's name is quoted,
 -- as in a scope's.
 select coalesce(s.app, split_part(c.name, '/', 1)), s.handler, line.state, count(*),
     extract(epoch from clock_timestamp() - min(s.started_at))::float8, count(*) filter (where line.free),
@@ -44,7 +46,7 @@ cross join lateral (
 group by 1, 2, 3
 
 -- name: measure_letters
--- Those that nobody has redriven, from an index alone. App and handler are quoted.
+-- Dead letters that were not redriven, from an index alone. App and handler are quoted.
 select split_part(d.scope, '/', 1), split_part(d.scope, '/', 3), d.reason, sum(d.letters)::bigint,
     extract(epoch from clock_timestamp() - min(d.oldest))::float8
 from (
@@ -54,7 +56,8 @@ from (
 group by 1, 2, 3
 
 -- name: measure_forwards
--- O19: letters that are to be forwarded, up to a hundred thousand, and for how long the first of each handler has been one.
+-- O19: dead letters that wait to be forwarded, up to a hundred thousand, and for how long the first of each handler has
+-- waited.
 -- App and handler are quoted.
 select split_part(d.scope, '/', 1), split_part(d.scope, '/', 3), count(*),
     extract(epoch from clock_timestamp() - min(o.created_at))::float8
@@ -63,11 +66,11 @@ join {schema}.dead_letter as d on d.id = o.letter
 group by 1, 2
 
 -- name: measure_leases
--- Of workers that live, and of those that were lost and whose sagas nobody has taken yet.
+-- Leases of live workers, and of lost workers whose sagas no other worker has taken yet.
 select count(*) filter (where w.until >= clock_timestamp()),
     count(*) filter (where w.until < clock_timestamp() and exists (select from {schema}.saga where worker = w.id))
 from {schema}.worker as w
 
 -- name: measure_pruning
--- When a pass last ended (R27); null before the first one.
+-- When a pass of the pruner last ended (R27); null before the first one.
 select extract(epoch from max(ended_at))::float8 from {schema}.upkeep where what = 'records'

@@ -4,7 +4,7 @@
 select {schema}.publish_bytes(%(destination)s, %(body)s, %(key)s, %(headers)s, make_interval(secs => %(delay)s))
 
 -- name: outbox_destinations
--- Where something can be sent now, what has fallen due included.
+-- Destinations with a message that can be sent now, including messages that are due but not moved yet.
 with fallen as (
     select destination from {schema}.outbox
     where due_at >= {outbox_due_low} and due_at <= (select clock_timestamp()) and due_at is not null and parked_at is null
@@ -13,8 +13,9 @@ with fallen as (
 select name from {schema}.line where line = 'outbox' union select destination from fallen
 
 -- name: fall_due_outgoing
--- Behind what could not be sent, or was published with a delay, nothing is walked over: it is in no index of what is ready.
--- What was refused keeps its place in its order (X5), and what was published with a delay gets one (P9).
+-- Messages that could not be sent, or were published with a delay, are in no index of ready ones, so no query walks
+-- over them. A refused message keeps its place in its order (X5); one that was published with a delay gets its place
+-- now (P9).
 update {schema}.outbox set due_at = null, created_at = case when tries = 0 then due_at else created_at end,
     id = case when tries = 0 then nextval('{schema}.outbox_id_seq') else id end
 where id = any(array(
@@ -26,14 +27,15 @@ where id = any(array(
 returning id
 
 -- name: lock_outgoing
--- X4. Until the end of the transaction, in which the broker is waited for.
+-- X4. Held until the end of the transaction, which waits for the broker.
 select pg_try_advisory_xact_lock(hashtextextended('idemconsumer.outbox.' || {schema_name} || '.' || %(destination)s, 0)),
     set_config('idle_in_transaction_session_timeout', %(idle)s, true)
 
 -- name: read_outgoing
--- In a statement behind that of the lock: only its snapshot has what the last one who held it has deleted. What is behind
--- a refused one of the same order stays (X5); `offset 0`: it is looked up, where a join would read all that are refused.
--- The first one in any case, and as many as begin within so many bytes. By an array, as `take`.
+-- In a statement after that of the lock: only its snapshot shows which rows the last owner of the lock has deleted. A
+-- message behind a refused one of the same order stays (X5). `offset 0` makes that a lookup; a join would read all
+-- refused ones. Returns the first message in any case, and as many as begin within so many bytes. By an array, as
+-- `take`.
 with ready as materialized (
     select o.id, coalesce(
         (select octet_length(d.body) + octet_length(d.headers) from {schema}.dead_letter as d where d.id = o.letter),
@@ -55,18 +57,20 @@ select o.id, o.message_id::text, o.key, o.order_key, o.tries, o.headers, o.body,
 from {schema}.outbox as o where o.id = any(array(select id from next)) order by o.id
 
 -- name: read_letters
--- O19. As they are now: what was dropped of them meanwhile is not sent.
+-- O19. The dead letters as they are now: data that was dropped from them meanwhile is not sent.
 select d.id, d.handler, d.source, d.position, d.reason,
     case when {schema}.error_place(d.error) is not null then {schema}.error_type(d.error) end,
     d.body, d.headers, d.delivered, coalesce(d.body_size, length(d.body)), coalesce(d.body_sha256, sha256(d.body))
 from {schema}.dead_letter as d where d.id = any(%(letters)s)
 
 -- name: lock_letters
--- Before their rows of the outbox, as whoever writes or deletes a letter does.
+-- Before their rows of the outbox, in the order in which each transaction that writes or deletes a dead letter locks
+-- them.
 select id from {schema}.dead_letter where id = any(%(letters)s) order by id for no key update
 
 -- name: forget_outgoing
--- X2. Once they are confirmed. A letter that was written again meanwhile has another row, and is not forwarded yet.
+-- X2. Once they are confirmed. A dead letter that was written again meanwhile has another row, and is not forwarded
+-- yet.
 with gone as (
     delete from {schema}.outbox where id = any(%(ids)s) returning letter
 )
@@ -74,7 +78,7 @@ update {schema}.dead_letter set forwarded_at = clock_timestamp()
 where id = any(array(select letter from gone where letter is not null))
 
 -- name: hold_outgoing
--- X5. Refused for itself. Its order goes on once it is parked.
+-- X5. A message that is refused for its own sake. Its order continues once it is parked.
 update {schema}.outbox as o set tries = o.tries + 1, error = w.error,
     due_at = case when w.after is not null then clock_timestamp() + make_interval(secs => w.after) end,
     parked_at = case when w.after is null then clock_timestamp() end
@@ -90,9 +94,9 @@ and (%(since)s::float8 is null or o.created_at >= clock_timestamp() - make_inter
 and (not %(parked)s or o.parked_at is not null)
 
 -- name: list_outgoing
--- Oldest first, as they are sent. `tries`: how many times its broker has refused it, last with `error`; `due_at`: when it is
--- sent at the earliest, null: now. `message_id` is the same each time that it is sent. `size` is that of its body.
--- A dead letter that is forwarded has its message itself.
+-- Oldest first, as they are sent. `tries`: how many times its broker has refused it, last with `error`; `due_at`: when
+-- it is sent at the earliest, null: now. `message_id` is the same each time that it is sent. `size` is that of its
+-- body. A forwarded dead letter is listed with its message itself.
 select o.id, o.destination, o.message_id::text as message_id, o.key, o.tries, o.error, o.created_at, o.due_at, o.parked_at,
     octet_length(coalesce((select d.body from {schema}.dead_letter as d where d.id = o.letter), o.body)) as size
 from {schema}.outbox as o where {chosen_outgoing} and o.id > %(after)s order by o.id limit %(limit)s
@@ -104,7 +108,8 @@ from {schema}.outbox as o left join {schema}.dead_letter as d on d.id = o.letter
 where o.id = %(id)s
 
 -- name: retry_outgoing
--- Only what a relay does not have in hand: a parked one, or one that waits for its next try. One that was parked comes last (P9).
+-- Only messages that no relay is sending: parked ones, and those that wait for their next try. One that was parked
+-- comes last (P9).
 with chosen as (
     select o.id from {schema}.outbox as o
     where {chosen_outgoing} and o.tries > 0 and (o.due_at is not null or o.parked_at is not null) for update
@@ -130,8 +135,9 @@ select count(*) as changed from gone
 select count(*) as changed from {schema}.outbox as o where {chosen_outgoing}
 
 -- name: status_outbox
--- Of each destination up to `most` of what can be sent, the oldest for so many seconds; of what is to be sent later, since it
--- was published so or refused, perhaps with this `error`; and of what waits for a person. `more`: there are more.
+-- For each destination: up to `most` messages that can be sent, the oldest for so many seconds; those that are to be
+-- sent later, since they were published so or refused, perhaps with this `error`; and those that wait for a person.
+-- `more`: there are more.
 with others as (
     select destination from (
         select destination from {schema}.outbox where due_at is not null and parked_at is null order by due_at limit %(most)s

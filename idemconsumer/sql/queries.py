@@ -1,7 +1,7 @@
 """The statements of the .sql files here, by name, with everything but their parameters filled in.
 
-A file is a list of sections. Each starts with `-- name: X` (a statement) or `-- fragment: X` (an expression that
-several statements share, and the fragments that come after it). Braces hold `{schema}` (as a text: `{schema_name}`),
+A file is a list of sections. Each starts with `-- name: X` (a statement) or `-- fragment: X` (an expression for use in
+several statements, and in the fragments that come after it). Braces hold `{schema}` (as a text: `{schema_name}`),
 the name of a fragment (`{held}`), or the name of a stored state, which is filled in as `2 /* undoing */`. Lines that
 begin with `--` are dropped; the server gets the rest. Parameters are psycopg's, so EXPLAIN can be run on any single
 statement with sample values (`tests/stores/test_plans.py`).
@@ -34,14 +34,14 @@ _SECTION: Final = re.compile(r"^-- (name|fragment): (\w+)$", re.MULTILINE)
 _COMMENT: Final = re.compile(r"^--.*\n?", re.MULTILINE)
 _ARRAYS: Final = re.compile(rb"\bunnest\((.*?)\)(?=\s+as w \()", re.DOTALL)
 
-# Tables of ours whose numbers a sequence gives, and which a row may have had before.
+# Tables of ours whose numbers come from a sequence, and may be in use already if that was set back.
 NUMBERED: Final = (
     *("scope", "queue", "delayed", "dead_letter", "redrive", "outbox", "worker", "history", "signal", "process"),
     *("audit", "delivery_log", "low_water"),
 )
 _CHECKS_READ_WRITE: Final = "call_bool_check_hook"  # in the server; its text may be in any language
 _UNIQUE: Final = "23505"
-# No such schema; and all that a statement may find where it is not what it was written for.
+# No such schema; and all errors of a statement that meets other tables than it was written for.
 _NOT_AS_WRITTEN: Final = ("3F000", "42")
 _MAX_IDENTIFIER_BYTES = 63  # NAMEDATALEN - 1: Postgres cuts longer names silently
 
@@ -92,9 +92,9 @@ def _state(name: str, number: int) -> sql.SQL:
 
 
 def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | StoreChanged | None:
-    """What to raise when a statement of ours finds no table, column or function of ours, this role may not use them, or
-    a sequence is `behind`; None for any other error. The server does not say whether the schema is missing, or is that
-    of an older version."""
+    """The exception to raise when a statement of ours meets no table, column or function of ours, this role may not use
+    them, or a sequence is `behind`; None for any other error. The server does not report whether the schema is missing
+    or of an older version."""
     if (cause := behind(error, schema)) is not None:
         return cause
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
@@ -112,7 +112,7 @@ def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | Sto
 
 @contextmanager
 def in_words(schema: str) -> Iterator[None]:
-    """Around statements of ours that somebody waits for who can be told at once what is `misconfigured`."""
+    """Around statements of ours whose caller can be told at once what is `misconfigured`: raises that."""
     try:
         yield
     except (psycopg.Error, StoreChanged) as error:
@@ -123,8 +123,8 @@ def in_words(schema: str) -> Iterator[None]:
 
 
 def behind(error: psycopg.Error, schema: str) -> StoreChanged | None:
-    """What to raise when a row of ours was given a number that another one has: whoever has sent it, that is the
-    fault of the sequence (R43). None for any other error."""
+    """The exception to raise when a row of ours got a number that another row has: whichever statement inserted it, the
+    sequence is at fault (R43). None for any other error."""
     diag = error.diag
     if error.sqlstate != _UNIQUE or diag.schema_name != schema or diag.constraint_name != f"{diag.table_name}_pkey":
         return None
@@ -138,14 +138,14 @@ def behind(error: psycopg.Error, schema: str) -> StoreChanged | None:
 
 
 def catching_up(schema: str, table: str) -> str:
-    """The statement after which the table's next row has a number of its own."""
+    """The statement after which the table's next row gets an unused number."""
     name = sql.Identifier(schema, table)
     of = sql.SQL("SELECT setval(pg_get_serial_sequence({}, 'id'), (SELECT max(id) FROM {}))")
     return of.format(sql.Literal(name.as_string(None)), name).as_string(None)
 
 
 def takes_no_writes(error: psycopg.Error) -> StoreUnavailable | None:
-    """What to raise when a server would not begin a transaction that writes; None for any other error."""
+    """The exception to raise when a server refuses to begin a writing transaction; None for any other error."""
     refused = isinstance(error, psycopg.errors.FeatureNotSupported) and error.diag.source_function == _CHECKS_READ_WRITE
     if refused or isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
         return StoreUnavailable(

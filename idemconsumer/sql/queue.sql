@@ -8,15 +8,15 @@ select {schema}.publish_bytes('postgres:' || %(name)s, %(body)s, %(key)s, %(head
 select {schema}.publish_bytes('postgres:' || %(name)s, %(body)s, %(key)s, %(headers)s, make_interval(secs => %(delay)s))
 
 -- name: raise_low_water
--- P9. How many numbers are behind it.
+-- P9. Returns how many numbers there are above it now, 0 if the first of them is a message.
 select {schema}.raise_low_water(%(line)s, %(name)s)
 
 -- fragment: queue_low
--- P9. Nothing of the queue `w.name` is in front of this place.
+-- P9. No message of the queue `w.name` is before this place.
 (select {schema}.low_water_of('queue', w.name))
 
 -- fragment: delayed_low
--- And nothing that waits for its time is due before this one.
+-- And no delayed message is due before this time.
 to_timestamp((select {schema}.low_water_of('delayed', w.name)) / 1e6)
 
 -- fragment: outbox_low
@@ -26,8 +26,8 @@ to_timestamp((select {schema}.low_water_of('delayed', w.name)) / 1e6)
 to_timestamp((select {schema}.low_water_of('outbox_due', '')) / 1e6)
 
 -- name: fall_due
--- What is due comes into its queue, at the end and in the order in which it was due (P7). The time is in a sub-select: as a
--- volatile function it could not end the walk over the index, which would be one over all that waits.
+-- Moves due messages into their queue, at the end and in the order in which they were due (P7). The time is in a
+-- sub-select: as a volatile function it could not limit the index scan, which would walk over all delayed messages.
 with due as (
     delete from {schema}.delayed where id = any(array(
         select d.id from unnest(%(names)s::text[]) as w (name) cross join lateral (
@@ -43,8 +43,8 @@ select name, message_id, body, headers from due order by due_at
 returning name
 
 -- name: put_off
--- In the transaction that makes its record PENDING (D18). A row of the queue that it came from is replaced, if it is still
--- ours: so each PENDING record has one row (D20).
+-- In the transaction that makes its record PENDING (D18). The queue's row that it came from is replaced, if this
+-- process still has it: so each PENDING record has one row (D20).
 with gone as (
     delete from {schema}.queue where id = %(id)s::bigint and token = %(token)s::bigint returning id
 )
@@ -54,7 +54,7 @@ where %(id)s::bigint is null or exists (select from gone)
 returning id
 
 -- fragment: outbox_look
--- X8. Whether something can be sent to another broker, for those who relay: they name it as if it were a queue.
+-- X8. Whether a message can be sent to another broker, for relays: they ask for it under the name of a queue.
 (select clock_timestamp() from {schema}.line where w.name = 'outbox:' and line = 'outbox' limit 1)
 union all
 (select due_at from {schema}.outbox
@@ -63,8 +63,8 @@ where w.name = 'outbox:' and due_at >= {outbox_due_low} and due_at <= (select cl
 order by due_at limit 1)
 
 -- fragment: messages
--- In how many seconds something of each of these queues can be taken, if that is soon (L61): not more than 0 if something
--- can be now. Of a queue only the first row that is visible is read, and of what is not due the first one.
+-- In how many seconds a message of each of these queues can be taken, if that is soon (L61): at most 0 if one can be
+-- now. Of each queue only the first visible row is read, and the first delayed one.
 messages (name, seconds) as (
     select w.name, extract(epoch from min(next.at) - clock_timestamp())::float8
     from unnest(%(queues)s::text[]) as w (name)
@@ -90,7 +90,7 @@ messages (name, seconds) as (
 with {messages} select name, seconds from messages
 
 -- name: lead
--- P11. Whether it is the one, as long as this session lasts, and how many others ask.
+-- P11. Whether this session is the leader, as long as it lasts, and how many other sessions ask.
 select pg_try_advisory_lock(crew.key), (
     select count(*) from pg_locks
     where locktype = 'advisory' and database = (select oid from pg_database where datname = current_database())
@@ -100,11 +100,12 @@ select pg_try_advisory_lock(crew.key), (
 ) as crew where pg_try_advisory_lock_shared(crew.key # 1)
 
 -- name: take
--- The next visible messages; those that others are taking are passed over (P2). Each delivery has a token of its own,
--- so that settling an expired delivery has no effect (P1), and which begins with the number of its taker (P8).
--- The first one in any case, and as many as begin within so many bytes (D8). Of each queue up to its limit. Of a body that
--- nobody will take, only the beginning (`most`), and what the whole is. First its place, and how many numbers behind the low
--- water that is (P9). By an array: a join would read all of a table that was empty when it was analyzed.
+-- The next visible messages; those that other processes are taking are skipped (P2). Each delivery has a token of its
+-- own, so that settling an expired delivery has no effect (P1). The token begins with the number of its taker (P8).
+-- Returns the first message in any case, and as many as begin within so many bytes (D8); of each queue up to its limit.
+-- Of a body that is too large to be taken, only the beginning (`most`), and the whole's size and hash. The first
+-- columns are the message's place, and how many numbers above the low water that is (P9). By an array: a join would
+-- read a whole table that was empty when it was analyzed.
 with visible as materialized (
     select q.id, q.size, q.place, q.place - l.low as behind
     from unnest(%(names)s::text[], %(limits)s::integer[]) as w (name, most)
@@ -128,7 +129,8 @@ returning next.place, next.behind, q.id, q.name, q.token, q.deliveries, q.messag
     octet_length(q.body), case when octet_length(q.body) > %(most)s::integer then sha256(q.body) end
 
 -- name: extend
--- What has been in hand for long comes behind all others, so that the low water is not kept by it (P9).
+-- A message that has been in flight for long is moved behind all others, so that it does not hold the low water back
+-- (P9).
 update {schema}.queue set visible_at = clock_timestamp() + make_interval(secs => %(visibility)s),
     moved = case when id = any(%(long)s) then nextval('{schema}.queue_id_seq') else moved end
 where id = any(%(ids)s) and token = any(%(delivery_tokens)s)
@@ -143,7 +145,7 @@ update {schema}.queue set visible_at = clock_timestamp(), deliveries = greatest(
 where id = any(%(ids)s) and token = any(%(delivery_tokens)s)
 
 -- name: give_back_unseen
--- What a taker took whose answer it has not got (P8). It was at the front of its queue, among what others have in hand.
+-- Messages that a taker took whose answer was lost (P8). They were at the front of their queue, among those in flight.
 update {schema}.queue set visible_at = clock_timestamp(), deliveries = greatest(deliveries - 1, 0), token = null
 where token between %(taker)s::bigint and %(taker)s::bigint + %(tokens)s::bigint and id = any(array(
     select q.id from unnest(%(names)s::text[]) as w (name) cross join lateral (
@@ -153,12 +155,12 @@ where token between %(taker)s::bigint and %(taker)s::bigint + %(tokens)s::bigint
 ))
 
 -- name: let_go
--- Begun, perhaps, and not ended: visible again at once, and delivered once more (P8).
+-- Perhaps begun, and not ended: visible again at once, and delivered once more (P8).
 update {schema}.queue set visible_at = clock_timestamp(), token = null
 where id = any(%(ids)s) and token = any(%(delivery_tokens)s)
 
 -- name: waiting
--- How many can run, those in hand included, and how many are not due yet.
+-- How many can run, including those in flight, and how many are not due yet.
 select coalesce(sum(ready.messages + due.messages), 0)::bigint, coalesce(sum(later.messages), 0)::bigint
 from unnest(%(names)s::text[]) as w (name)
 cross join lateral (
@@ -173,8 +175,8 @@ cross join lateral (
 ) as later
 
 -- name: begin_schedule
--- L53. Its first slot is the next one, also if another rule had its place: what was noted of that is more than a day
--- newer. Once a day it is noted that somebody looks at it.
+-- L53. Its first slot is the next one. That is also so if another rule was in force meanwhile: then that rule's note is
+-- more than a day newer. Once a day a worker notes that it reads the schedule.
 insert into {schema}.schedule (app, name, rule, last) values (%(app)s, %(name)s, %(rule)s, clock_timestamp())
 on conflict (app, name, rule) do update set looked_at = clock_timestamp(), last = case when exists (
     select from {schema}.schedule as other where other.app = schedule.app and other.name = schedule.name
@@ -183,16 +185,16 @@ on conflict (app, name, rule) do update set looked_at = clock_timestamp(), last 
 where schedule.looked_at < clock_timestamp() - interval '1 day'
 
 -- name: read_schedules
--- Those of which it was noted within a day that somebody looks at them; `begin_schedule` notes it of the others.
+-- Schedules with such a note within the last day; `begin_schedule` writes it for the others.
 select s.name, s.rule, s.last, clock_timestamp() from {schema}.schedule as s
 where s.app = %(app)s and (s.name, s.rule) in (select * from unnest(%(names)s::text[], %(rules)s::text[]))
   and s.looked_at >= clock_timestamp() - interval '1 day'
 
 -- name: prune_schedules
--- L53: at which nobody has looked for so long that its app or its rule is gone.
+-- L53: no worker has read them for so long that their app or rule must be gone.
 delete from {schema}.schedule where looked_at < clock_timestamp() - interval '90 days'
 
 -- name: advance_schedule
--- L53. Of several workers that have seen the same, one moves it on, and starts what is due in the same transaction.
+-- L53. Of several workers that have read the same row, one advances it, and starts what is due in the same transaction.
 update {schema}.schedule set last = %(last)s
 where app = %(app)s and name = %(name)s and rule = %(rule)s and last = %(seen)s

@@ -2,8 +2,8 @@
 -- queries.py describes the format: {schema} is the configured schema, {COMPLETED} the number stored for that state.
 
 -- fragment: session
--- What a transaction of the engine has to find as it was (J25): what is most dangerous of what the server does not report
--- by itself. Each setting more costs each transaction two microseconds.
+-- The part of the session's state that a transaction of the engine checks (J25): the most dangerous settings among
+-- those that the server does not report by itself. Each further setting costs each transaction two microseconds.
 pg_catalog.concat_ws('|', current_user, pg_catalog.current_setting('search_path'),
     pg_catalog.current_setting('session_replication_role'), pg_catalog.current_setting('statement_timeout'))
 
@@ -12,7 +12,8 @@ pg_catalog.concat_ws('|', current_user, pg_catalog.current_setting('search_path'
 begin isolation level read committed read write
 
 -- name: unchanged
--- Behind a pooler a session may have been another's before: one on which our rules would not hold is refused (R18).
+-- Behind a pooler the session may have belonged to another client: one on which our rules would not hold is refused
+-- (R18).
 do $$ begin
     if pg_catalog.current_setting('default_transaction_read_only') operator(pg_catalog.<>) 'on'
        or pg_catalog.current_setting('session_replication_role') operator(pg_catalog.=) 'replica'
@@ -22,29 +23,29 @@ do $$ begin
 end $$
 
 -- name: gate
--- Groups that change the same rows take turns (G3). The two-part lock has a space of its own: keys are locked by one
--- bigint. The wait is intended, but has an end, as contention (J22): a session ahead may be frozen. `open` sets
--- lock_timeout again.
+-- Groups that change the same rows take turns (G3). The two-part lock is in a key space of its own: keys are locked by
+-- one bigint. The wait is intended, but ends as contention (J22), since the session that holds the gate may be frozen.
+-- `open` sets lock_timeout again.
 set local statement_timeout = 0; set local lock_timeout = %(gate_timeout)s;
 select pg_advisory_xact_lock(1768186979, %(gate)s);
 set local statement_timeout to default
 
 -- name: open
--- The value that the seal compares (J3). Local to the transaction: a ROLLBACK erases it. The pid is for who asks about
--- this transaction: behind a pooler nobody else tells it (R18).
+-- The value that the seal compares (J3). Local to the transaction: a ROLLBACK erases it. The pid is for queries about
+-- this transaction: behind a pooler there is no other way to get it (R18).
 select pg_catalog.set_config('idemconsumer.open', %(seal)s, true),
     pg_catalog.set_config('lock_timeout', %(lock_timeout)s, true), {session}, pg_catalog.pg_backend_pid()
 
 -- name: open_sealed
--- `open` and the seal in one, for a transaction in which no code of a user's runs. See the function (migrations/0001).
+-- `open` and the seal in one, for a transaction in which no user code runs. See the function (migrations/0001).
 select {schema}.open_sealed(%(seal)s, %(lock_timeout)s, %(session)s, {session}), pg_catalog.pg_backend_pid()
 
 -- name: waits_for_lock
--- Unlike pg_stat_activity, this tells every role.
+-- Unlike pg_stat_activity, this shows it to every role.
 select cardinality(pg_blocking_pids(%(pid)s)) > 0
 
 -- name: settle_hashing
--- R38. The first one to open the schema says how its keys are hashed. With a secret only if there is none yet.
+-- R38. The first process to open the schema decides how its keys are hashed. With a secret only if there is no key yet.
 insert into {schema}.hashing (wrapped) select %(wrapped)s
 where %(wrapped)s = ''::bytea or not exists (select from {schema}.record) and not exists (select from {schema}.attempt)
     and not exists (select from {schema}.dead_letter where key is not null) and not exists (select from {schema}.signal)
@@ -54,21 +55,21 @@ on conflict do nothing
 select wrapped from {schema}.hashing
 
 -- name: born
--- H33. What no other database has: its name, and when the schema was made.
+-- H33. What distinguishes it from all other databases: its name, and when the schema was created.
 select current_database() || ' ' || extract(epoch from min(applied_at)) as born from {schema}.migration
 
 -- name: wrap_anew
--- R39. Unless another process has meanwhile.
+-- R39. Unless another process has done so meanwhile.
 update {schema}.hashing set wrapped = %(anew)s where wrapped = %(wrapped)s returning one
 
 -- name: server_started
 select pg_postmaster_start_time()
 
 -- name: restore
--- The session as it was, after a handler that may have changed it (J21): in its transaction, so that the next handler of
--- the group finds it so too, or because a pooler gives the session away with COMMIT. First the seal, which raises unless
--- this is still the transaction that was opened. The mark is a new one each time: whoever rolls back to a savepoint of the
--- handler that this follows brings the old one back, and then nothing is committed (R4).
+-- Resets the session, after a handler that may have changed it (J21). It does so in the transaction, so that the next
+-- handler of the group runs in the original session, or because a pooler hands the session on at COMMIT. First the
+-- seal, which raises unless this is still the transaction that was opened. The mark is a new one each time: a rollback
+-- to a savepoint of the handler before this brings the old mark back, and then nothing is committed (R4).
 reset session authorization; reset role; select {schema}.seal(%(seal)s);
 close all; reset all; select pg_catalog.pg_advisory_unlock_all();
 unlisten *; discard temp; discard sequences; deallocate all;
@@ -77,14 +78,14 @@ select pg_catalog.set_config('idemconsumer.sealed', '', true),
        pg_catalog.set_config('lock_timeout', %(lock_timeout)s, true)
 
 -- name: restore_local
--- As `restore`, after a handler that only used what ends with the transaction: in a group others come after it (G6).
+-- As `restore`, after a handler that only used what ends with the transaction: other handlers of its group follow (G6).
 select {schema}.seal(%(seal)s); close all; reset all; discard temp;
 select pg_catalog.set_config('idemconsumer.sealed', '', true),
        pg_catalog.set_config('idemconsumer.open', %(mark)s, true),
        pg_catalog.set_config('lock_timeout', %(lock_timeout)s, true)
 
 -- name: own_role
--- After a handler that is alone in its transaction: what it set there is for its deferred triggers, which COMMIT runs.
+-- After a handler that is alone in its transaction: its settings stay for its deferred triggers, which COMMIT runs.
 -- Only the engine's last statements must not run as another role.
 reset session authorization; reset role
 
@@ -94,7 +95,7 @@ reset session authorization; reset role; close all; reset all; select pg_catalog
 unlisten *; discard temp; discard sequences; deallocate all
 
 -- name: reset_all
--- RESET ALL of a handler, which keeps the mark of the transaction if it is there.
+-- A handler's RESET ALL, which keeps the mark of the transaction if there is one.
 do $$
 begin
     perform {schema}.seal(%(seal)s);
@@ -106,7 +107,7 @@ end
 $$
 
 -- name: all_immediate
--- SET CONSTRAINTS ALL IMMEDIATE of a handler: the guard stays deferred.
+-- A handler's SET CONSTRAINTS ALL IMMEDIATE: the guard stays deferred.
 do $$
 declare
     names text;
@@ -140,16 +141,16 @@ with given as materialized (
 select name, id from known union all select name, id from met
 
 -- fragment: counts
--- R37. A record that does not is none.
+-- R37. Any other record counts as none.
 (expires_at is null or expires_at > clock_timestamp() or state not in ({COMPLETED}, {FAILED}))
 
 -- name: claim
--- See the function (migrations/0001). What it returns was not claimed.
+-- See the function (migrations/0001). It returns the keys that were not claimed.
 select * from {schema}.claim(%(claims)s::{schema}.claim[], %(state)s::smallint, true)
 
 -- name: differs
--- What a rival shows whose claim of the key is not committed (J1, `prepare_claim` in migrations/0001). One look at all locks, so that both are of one
--- moment.
+-- Whether a rival, whose claim of the key is not committed, shows another fingerprint (J1, `prepare_claim` in
+-- migrations/0001). All locks are read once, so that both are of one moment.
 with held as materialized (
     select pid, classid::bigint as high, objid::bigint as low, objsubid from pg_locks
     where locktype = 'advisory' and granted and database = (
@@ -169,7 +170,7 @@ join held as s on s.pid = k.pid and s.objsubid = 2 and s.high = 1768187504
 select * from {schema}.recorded(%(keys)s::bytea[], '{{}}') where state is not null
 
 -- name: store_results
--- `statuses` and `headers` are null where no result has any (R36).
+-- `statuses` and `headers` are null if no result has any (R36).
 insert into {schema}.result (key, body, content_type, status, headers)
 select * from unnest(%(keys)s::bytea[], %(bodies)s::bytea[], %(types)s::text[], %(statuses)s::smallint[],
     %(headers)s::bytea[])
@@ -178,7 +179,7 @@ select * from unnest(%(keys)s::bytea[], %(bodies)s::bytea[], %(types)s::text[], 
 delete from {schema}.attempt where key = any(%(keys)s::bytea[])
 
 -- name: log_deliveries
--- Returns what is wrong: nothing of it fails (migrations/0008).
+-- Returns the error instead of failing (migrations/0008).
 select {schema}.log_deliveries(%(keep)s, %(app)s, %(handler)s, %(worker)s, %(keys)s::bigint[], %(sources)s,
     %(positions)s, %(outcomes)s, %(attempts)s::integer[], %(ended)s::integer[], %(arrived)s::integer[])
 
@@ -187,11 +188,11 @@ select {schema}.log_deliveries(%(keep)s, %(app)s, %(handler)s, %(worker)s, %(key
 select {schema}.seal(%(seal)s)
 
 -- name: seal_group
--- Of several messages in one transaction: also raises unless the session is still as it was (J25).
+-- For several messages in one transaction: also raises if the session was changed (J25).
 select {schema}.seal(case when {session} operator(pg_catalog.=) %(session)s then %(seal)s else '' end)
 
 -- name: standby
--- Before a seal, where `require_synchronous_standby` is set (R22). With both as they must be, COMMIT itself waits.
+-- Before a seal, if `require_synchronous_standby` is set (R22). With both settings as required, COMMIT itself waits.
 do $$ begin
     if pg_catalog.current_setting('synchronous_standby_names') operator(pg_catalog.=) ''
        or pg_catalog.current_setting('synchronous_commit') operator(pg_catalog.<>) all ('{{on,remote_apply}}'::pg_catalog.text[])
@@ -213,7 +214,7 @@ returning key
 delete from {schema}.attempt where key = any(%(keys)s::bytea[]) and count = 0
 
 -- name: count_attempt
--- By the scope's name: in a transaction that is open none can be met, and what a process remembers it may forget.
+-- By the scope's name: within an open transaction no scope can be created, and the process may have forgotten the id.
 insert into {schema}.attempt (key, scope_id, count, error, changed_at)
 values (%(key)s, (select id from {schema}.scope where name = %(scope)s), 1, %(error)s, clock_timestamp())
 on conflict (key) do update
@@ -234,8 +235,8 @@ order by key
 on conflict (key) do nothing
 
 -- name: readers
--- In a statement of its own, and so with what rivals have committed by now. No row, and neither `ours` nor `gone`: a
--- rival has just read it, or does so now. A reader locks its number before it commits its row.
+-- In a statement of its own, which sees what rivals have committed by now. If there is no row, or it is neither `ours`
+-- nor `gone`, a rival has just read the message, or is reading it. A reader locks its number before it commits its row.
 select w.key, a.reader is not distinct from %(reader)s as ours,
     case when a.reader is distinct from %(reader)s
          then a.reader is null or pg_try_advisory_xact_lock(a.reader) else false end as gone
@@ -243,8 +244,8 @@ from unnest(%(keys)s::bytea[]) as w (key)
 cross join lateral (select reader from {schema}.attempt where key = w.key offset 0) as a
 
 -- name: take_over_reading
--- Counts it for a reader that is gone, unless that was a number of this process, which lives: its connection was lost. No
--- row: another one has been faster. CASE, so that no other row's reader is asked.
+-- Counts it for a reader that is gone. It does not count if the number is one of this process, which lives: then only
+-- the connection was lost. No row: another process was faster. CASE, so that no other row's reader is tried.
 update {schema}.attempt
 set count = count + coalesce(reader <> all(%(own)s::bigint[]), true)::int, reader = %(reader)s, changed_at = clock_timestamp()
 where key = %(key)s and case
@@ -255,7 +256,7 @@ end
 returning count
 
 -- name: lock_reader
--- Of the session, since a lock of the transaction ends with its COMMIT; `hold_reader` follows in the same message.
+-- A lock of the session, since one of the transaction ends with its COMMIT; `hold_reader` follows in the same message.
 select pg_advisory_lock_shared(%(reader)s)
 
 -- name: hold_reader
@@ -266,8 +267,8 @@ delete from {schema}.attempt where key = any(%(keys)s::bytea[]) and reader = %(r
 
 -- name: dead_letter
 -- Another arrival only raises the count, so that a poison message that keeps arriving stays one row (R24). `again` is
--- the content of one that was delivered before and has no identity of its own; `letter` is the one that was redriven (O3),
--- which says from now on why its message failed this time. A saga has it in its row (O24).
+-- the content of a message that was delivered before and has no id of its own. `letter` is the dead letter that was
+-- redriven (O3); from now on it has the error of this latest failure. A saga's is in the saga's row (O24).
 with reopened as (
     update {schema}.dead_letter
     set arrivals = arrivals + 1, last_at = clock_timestamp(), reason = %(reason)s, error = %(error)s,

@@ -2,10 +2,9 @@
 -- the number stored for that state, {held} the text of that fragment.
 
 -- fragment: held
--- Saga `s` has a worker with an unexpired lease. A deadline more than one lease ahead does not count: the clock has
--- stepped back. This is a subquery because of a race: when a rival has just taken the row, Postgres rechecks the
--- conditions on the row's new version. A join would still supply the old owner's lease, so the rival's saga would look
--- free.
+-- Saga `s` has a worker with an unexpired lease. A deadline more than one lease ahead does not count: the clock was set
+-- back. This is a subquery because of a race: when a rival has just taken the row, Postgres rechecks the conditions on
+-- the row's new version. A join would still supply the old owner's lease, so the rival's saga would look free.
 exists (select from {schema}.worker as w
     where w.id = s.worker and w.until >= clock_timestamp() and w.until <= clock_timestamp() + w.lease)
 
@@ -16,7 +15,7 @@ exists (select from {schema}.step
     where key = s.key and finished_at is not null and state <> {UNDO_INTENT} and token = s.token)
 
 -- fragment: unserved
--- L28. For `grace` no worker has lived that runs the handler and the version of `s`.
+-- L28. For `grace` no worker has lived that runs the handler of `s` in its version.
 not exists (
     select from {schema}.worker as w
     where w.until >= clock_timestamp() - make_interval(secs => %(grace)s)
@@ -25,12 +24,12 @@ not exists (
 )
 
 -- fragment: gone
--- L28. Saga `s` has waited for `grace`, and in that time nobody has run its version.
+-- L28. Saga `s` has waited for `grace`, and in that time no worker has run its version.
 s.due < clock_timestamp() - make_interval(secs => %(grace)s) and {unserved}
 
 -- fragment: served
--- L28. This process runs saga `s` in its version ('*': in any), or holds it already; or its version is gone, and somebody
--- has to say so.
+-- L28. This process runs saga `s` in its version ('*': in any), or holds it already; or its version is gone, so that
+-- any process has to report that.
 (s.version = '*' or s.worker = %(worker)s or exists (
     select from unnest(%(handlers)s::text[], %(versions)s::text[]) as v (handler, version)
     where v.handler = s.handler and v.version in ('*', coalesce(s.version, ''))
@@ -51,8 +50,9 @@ starts_with(coalesce(s.app || '/', (select name from {schema}.scope where id = s
 {of_app} and {served}
 
 -- fragment: versions
--- L60. The versions of the sagas that wait, each found by one step through the index; and those of them that this process
--- may take, with when: sagas of a version that is gone, once they have waited for `grace`. As `served`, for what waits.
+-- L60. The versions of the waiting sagas, each read by one step through the index. `ready`: those that this process may
+-- take, and from when: sagas of a version that is gone only after waiting for `grace`. The same condition as `served`,
+-- for waiting sagas.
 versions (handler, name) as (
     select v.handler, (
         select coalesce(s.version, '') from {schema}.saga as s
@@ -78,7 +78,7 @@ versions (handler, name) as (
 )
 
 -- fragment: owners
--- The workers that hold sagas, each found by one step through the index.
+-- The workers that hold sagas, each read by one step through the index.
 owner (worker) as (
     (select s.worker from {schema}.saga as s where s.worker is not null order by s.worker limit 1)
     union all
@@ -87,9 +87,9 @@ owner (worker) as (
 )
 
 -- fragment: taken
--- Gives each `candidate` a new owner and token. What is ours costs no attempt, since none was lost. A lost worker costs
--- one only if the saga ran alone (L22: what the numbers of `suspicion` mean is in migrations/0005). The keys are given
--- as an array too, so that they are looked up and the table is not scanned.
+-- Gives each `candidate` a new owner and token. A saga that is ours costs no attempt, since no worker was lost. A lost
+-- worker costs one only if the saga ran alone (L22; the numbers of `suspicion` are explained in migrations/0005). The
+-- keys are given as an array too, so that they are looked up and the table is not scanned.
 taken as (
     update {schema}.saga as s
     set worker = %(worker)s, signals = null, stale = s.stale or c.lost, token = greatest(s.token + 1, nextval('{schema}.saga_token')),
@@ -122,14 +122,15 @@ update {schema}.worker set until = clock_timestamp() + lease where id = %(worker
 returning id
 
 -- name: forget_workers
--- What this one ran is known for another day, so that a version that is away for a moment is not taken for gone (L28).
+-- The handlers that this worker ran stay known for a day, so that a version that is away for a moment does not count as
+-- gone (L28).
 with ended as (update {schema}.worker set until = clock_timestamp() where id = %(worker)s and until > clock_timestamp())
 delete from {schema}.worker as w
 where w.until < clock_timestamp() - interval '1 day' and not exists (select from {schema}.saga where worker = w.id)
 
 -- fragment: other_build
--- L29. Worker `w` runs the handler in this version, or did so within `grace`, and is of another build than this process and
--- those that were unable to go on with saga `s`.
+-- L29. Worker `w` runs the handler in this version, or did so within `grace`, and has another build than this process
+-- and those that were unable to continue saga `s`.
 w.build <> %(build)s and w.build <> all(coalesce(s.unable, array[]::text[]))
     and w.until >= clock_timestamp() - make_interval(secs => %(grace)s)
     and w.runs @> jsonb_build_array(
@@ -139,8 +140,9 @@ w.build <> %(build)s and w.build <> all(coalesce(s.unable, array[]::text[]))
 select 1 from {schema}.saga as s, {schema}.worker as w where s.key = %(key)s and {other_build} limit 1
 
 -- name: leave_saga
--- L29. It belongs to a live worker of another build from now on, which finds it among its own (L12), whatever it has in hand;
--- or nobody for a while, if there was such a worker within `grace`. Not to one that is draining. No row: there is none.
+-- L29. From now on the saga belongs to a live worker of another build, which sees it among its own (L12), whatever
+-- else it has in flight. If there was such a worker only within `grace`, it has no owner for a while. A draining worker is not
+-- chosen. No row: there is no such worker.
 with other as (
     select w.id, w.name, w.build, w.until >= clock_timestamp() and not exists (
             select from {schema}.process as p
@@ -166,7 +168,8 @@ with other as (
 select live from left_to
 
 -- name: begin_sagas
--- Claims the keys, and begins a saga for each that was inserted: a row for each key, as `claim` has it, and its token.
+-- Claims the keys, and begins a saga for each that was inserted. Returns a row for each key, as `claim` does, and its
+-- token.
 with missed as materialized (
     select * from {schema}.claim(%(claims)s::{schema}.claim[], {PROCESSING}::smallint, false)
 ), begun as (
@@ -189,11 +192,11 @@ select key, null, null, null, null, null, null, null, token from begun
 select key, token from {schema}.saga where worker = %(worker)s and (%(key)s::bytea is null or key = %(key)s)
 
 -- fragment: when_sagas
--- When each handler's next saga may be taken, in seconds from now, negative if it could have been so long ago; and what is
--- ours (handler null), with its request to cancel it (L50). What is not due within `ahead` is not read: of many that sleep,
--- all may be of another app. A held saga may be taken when its worker's lease is over, so a worker that lives is only looked
--- at again when it should have renewed. Owners are read by skipping through the index from one to the next (L32), and so
--- are versions (L60).
+-- For each handler, in how many seconds its next saga may be taken, negative if it may have been for that long; and the
+-- sagas that are ours (handler null), with a request to cancel them (L50). Sagas that are not due within `ahead` are
+-- not read: of many sleeping ones, all may belong to another app. A held saga may be taken when its worker's lease is
+-- over, so a live worker is read again only when it should have renewed. Owners are read by skipping through the index
+-- from one to the next (L32), and so are versions (L60).
 select h.handler, extract(epoch from min(next.at) - clock_timestamp())::float8, null::bytea, null::bigint, null::boolean,
     null::text
 from unnest(%(handlers)s::text[]) as h (handler)
@@ -219,23 +222,23 @@ union all
 select null, null, key, token, cancel, null from {schema}.saga where worker = %(worker)s
 
 -- name: look_for_sagas
--- Two statements that write nothing. This one also says what the queues of this process have (L61).
+-- Two statements that write nothing. This one also returns what the queues of this process have (L61).
 with recursive {owners}, {versions}, {messages}
 {when_sagas}
 union all
 select null, seconds, null, null, null, name from messages
 
 -- name: look_for_sagas_alone
--- It touches no table of the queue, which somebody may have locked.
+-- It uses no table of the queue, since another transaction may have locked these.
 with recursive {owners}, {versions}
 {when_sagas}
 
 -- name: take_sagas
--- Takes up to `limit` sagas of each handler: of our own those that are `unheld`, and only under the fence token with
--- which they were seen, since one that has been taken again meanwhile has a new token; then those that are stale, since
--- their worker no longer holds them; then those that are due and have no owner. Each is read in the order of an index
--- (L32). SKIP LOCKED passes over sagas with an open step, since the owner may still be alive (L2). Handlers of other apps
--- may have the same name (L18).
+-- Takes up to `limit` sagas of each handler. First our own that are `unheld`, and only under the fence token with which
+-- they were seen, since one that was taken again meanwhile has a new token. Then those that are stale, since their
+-- worker no longer holds them; then those that are due and have no owner. Each kind is read in the order of an index
+-- (L32). SKIP LOCKED skips sagas with an open step, since the owner may still be alive (L2). Handlers of other apps may
+-- have the same name (L18).
 with recursive {owners}, {versions}, lost as materialized (
     select s.worker from owner as s where s.worker <> %(worker)s and not {held}
 ), own as materialized (
@@ -289,12 +292,12 @@ with candidate as materialized (
 ), {taken}
 
 -- name: await_saga
--- Waits for writes still in flight under one of our fence tokens.
+-- Waits for writes that are still in flight under one of our fence tokens.
 select 1 from {schema}.saga where key = %(key)s and worker = %(worker)s for update
 
 -- name: retake_saga
 -- A takeover from oneself, after a lost COMMIT. A separate statement after `await_saga`, so that its snapshot shows
--- what was in flight. Attempts are counted as in `take_sagas`.
+-- the writes that were in flight. Attempts are counted as in `take_sagas`.
 with taken as (
     update {schema}.saga as s
     set token = greatest(s.token + 1, nextval('{schema}.saga_token')),
@@ -311,7 +314,7 @@ select {leased_saga}
 from taken as s
 
 -- name: count_saga
--- From now on, until its next finished step, the death of this worker is an attempt of the saga (L22).
+-- From now on, until its next finished step, the death of this worker counts as an attempt of the saga (L22).
 with counted as (
     update {schema}.saga set suspicion = 3 where key = %(key)s and suspicion <> 3 returning key, worker, token, attempt
 )
@@ -320,9 +323,9 @@ select key, clock_timestamp(), 'alone', (select name from {schema}.worker where 
 from counted as c
 
 -- name: steps
--- Of several sagas, in the order in which they ended, those that are open last. A call of unknown outcome has a fixed
--- place if it was begun with one (L24). Outputs up to `window` bytes of each saga, and those no larger than a row; of the
--- others, how large they are (L55). What waits has an end (L40).
+-- The steps of several sagas, in the order in which they ended, open ones last. A call with an unknown outcome has a
+-- fixed place if it was begun with one (L24). Outputs up to `window` bytes of each saga, and those no larger than a
+-- row; of the others, only their size (L55). A wait has an end (L40).
 select key, name, case when until is null then kind when signal is null then 3 else 4 end, state, has_undo,
     case when state = {INTENT} then not placed else overlapped end, position, attempt,
     case when here then output end, content_type, case when here then 0 else size end, arguments
@@ -362,8 +365,8 @@ select {schema}.pause_saga(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, 
 select * from {schema}.start_child(%(key)s, (%(claims)s::{schema}.claim[])[1], %(queue)s, %(given)s)
 
 -- name: kinship
--- L65. Whether a saga that has not ended has started this one, directly or through others; each saga has started itself.
--- And whether this one has started it.
+-- L65. Whether the other saga has not ended and has started this one, directly or through others; each saga counts as
+-- having started itself. And whether this one has started the other.
 with recursive above (key) as (
     select %(key)s::bytea
     union
@@ -379,12 +382,12 @@ select {schema}.stop_child(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, 
     %(content_type)s, %(queue)s, %(given)s)
 
 -- name: send_signal
--- See the function. In whatever transaction is open: from its COMMIT on the saga is due, if it waits for it (L42).
+-- See the function. In the open transaction: from its COMMIT on the saga is due, if it waits for this signal (L42).
 select {schema}.send_signal(%(key)s, %(scope)s, %(name)s, %(body)s, %(content_type)s)
 
 -- name: begin_steps
 -- Each row is fenced separately, and writes nothing unless its saga's row matches (L2). That row is locked by key in
--- LATERAL … OFFSET 0, an index lookup even if it was planned on empty tables (G5). It is passed over when a rival has
+-- LATERAL … OFFSET 0, an index lookup even if it was planned on empty tables (G5). It is skipped when a rival has
 -- locked it: a shared commit waits for no saga. A checkpoint comes before its function, so that a COMMIT inside the
 -- function fails at the guard (L3). A step that has ended is not begun again, even by its owner.
 insert into {schema}.step (key, name, kind, state, has_undo, placed, token, started_at, arguments)
@@ -406,8 +409,8 @@ where (step.state, excluded.state)
 returning key, name, attempt
 
 -- name: finish_steps
--- Fenced like `begin_steps`. Forward, only steps that have not ended; backward, only steps that are being undone. Whether
--- a step has an undo is said by the code that finishes it, and not by the one that began it (L25).
+-- Fenced like `begin_steps`. Forward, only steps that have not ended; backward, only steps that are being undone.
+-- Whether a step has an undo is decided by the code that finishes it, not by the code that began it (L25).
 insert into {schema}.step (key, name, kind, state, has_undo, overlapped, position, token, output, content_type,
     started_at, finished_at, arguments)
 select w.key, w.name, w.kind, w.state, w.has_undo, w.overlapped, nextval('{schema}.saga_token'), w.token, w.output,
@@ -436,8 +439,8 @@ select 1 from {schema}.saga
 where key = %(key)s and token = %(token)s and worker = %(worker)s and state = %(phase)s for share
 
 -- name: fence_whole
--- Like `fence`, for writes that end the saga or change its phase: waits for all open steps. A request to cancel it comes
--- first (L50).
+-- Like `fence`, for writes that end the saga or change its phase: waits for all open steps. A request to cancel the
+-- saga takes precedence (L50).
 select 1, cancel from {schema}.saga
 where key = %(key)s and token = %(token)s and worker = %(worker)s and state = %(phase)s for update
 
@@ -446,7 +449,7 @@ where key = %(key)s and token = %(token)s and worker = %(worker)s and state = %(
 select count(*) from {schema}.step where key = %(key)s and state = {INTENT}
 
 -- name: add_undos
--- L25. So that another worker undoes them too, or says that its handler cannot.
+-- L25. So that another worker undoes them too, or reports that its handler cannot.
 update {schema}.step set has_undo = true where key = %(key)s and name = any(%(names)s::text[])
 
 -- name: set_undoing
@@ -469,8 +472,8 @@ update {schema}.record set state = %(state)s, changed_at = clock_timestamp() whe
 select set_config('enable_seqscan', 'off', true)
 
 -- name: end_sagas
--- Fenced like `begin_steps`, but FOR UPDATE: a saga with an open step is passed over. One that is to be cancelled does not
--- complete (L50).
+-- Fenced like `begin_steps`, but FOR UPDATE: a saga with an open step is skipped. A saga that is to be cancelled does
+-- not complete (L50).
 with fenced as materialized (
     select w.key, w.final, w.result, w.content_type, w.status, w.sent
     from unnest(%(key)s::bytea[], %(token)s::bigint[], %(worker)s::bigint[], %(phase)s::smallint[],
@@ -494,14 +497,15 @@ delete from {schema}.saga as s where s.key = any(array(select key from fenced))
 returning s.key, '', s.attempt
 
 -- name: end_saga
--- For a saga with its row already locked.
+-- For a saga whose row is locked already.
 delete from {schema}.saga where key = %(key)s
 
 -- name: release_saga
--- A saga that has run, and ended in whatever way, killed nobody. One that did not run stays as it was. A run that finished
--- a step and then failed was the first attempt since that step (L10): under a new token nobody counts from there again.
--- A request to cancel it that this run did not know is not kept waiting (L50). One that is `held` again (D17), and did nothing
--- since it was taken, leaves no trace of that: its history says when it was first held, and when that ended.
+-- A saga that has run, and ended in whatever way, killed no worker. One that did not run stays as it was. A run that
+-- finished a step and then failed was the first attempt since that step (L10); with a new token it is not counted from
+-- there again. If there is a request to cancel it that this run did not know, it is due at once (L50). If it is `held`
+-- again (D17), and did nothing since it was taken, its history gets no new entries: it shows when it was first held,
+-- and when that ended.
 with released as (
     update {schema}.saga as s
     set worker = null, error = coalesce(%(error)s, error),

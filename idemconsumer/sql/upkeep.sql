@@ -1,8 +1,8 @@
--- Upkeep: what nobody needs any more is deleted. queries.py describes the format: {schema} is the configured schema,
+-- Upkeep: deletes what is not needed any more. queries.py describes the format: {schema} is the configured schema,
 -- {COMPLETED} the number stored for that state.
 
 -- name: begin_pass
--- R27: where nobody is at it, and with `every` only when it is due. Of two at once the second finds nothing.
+-- R27: if no pass is running, and with `every` only when one is due. Of two that begin at once the second gets no row.
 update {schema}.upkeep as u
 set by = %(by)s, begun_at = clock_timestamp(), until = clock_timestamp() + make_interval(secs => %(lease)s)
 from (
@@ -14,7 +14,7 @@ where u.what = free.what
 returning u.what
 
 -- name: unpruned
--- Since when, if nobody has been at it for `unpruned` seconds, and there are records. Web processes do not prune.
+-- Since when there was no pass, if that is `unpruned` seconds, and there are records. Web processes do not prune.
 select since from (
     select coalesce((select ended_at from {schema}.upkeep where what = 'records'),
         (select min(applied_at) from {schema}.migration)) as since
@@ -22,50 +22,51 @@ select since from (
 where since < clock_timestamp() - make_interval(secs => %(unpruned)s) and exists (select from {schema}.record)
 
 -- name: hold_pass
--- First in each transaction of a pass: whoever was silent for too long finds another one's name, and stops.
+-- First in each transaction of a pass: a pruner that was silent for too long finds another's name, and stops.
 update {schema}.upkeep set until = clock_timestamp() + make_interval(secs => %(lease)s)
 where what = 'records' and by = %(by)s
 returning what
 
 -- name: end_pass
--- The next one is due after `every`.
+-- The next pass is due after `every`.
 update {schema}.upkeep
 set by = null, ended_at = clock_timestamp(),
     until = clock_timestamp() + make_interval(secs => coalesce(%(every)s::float8, 0))
 where what = 'records' and by = %(by)s
 
 -- name: leave_pass
--- Due at once, for whoever comes first: it was not done.
+-- Due at once, for the next pruner: the pass was not finished.
 update {schema}.upkeep set by = null, until = clock_timestamp() where what = 'records' and by = %(by)s
 
 -- name: in_a_range
--- A prune that a crash undoes only keeps records for longer, so it waits for no disk (R29). By indexes, however few rows
--- the statistics know of.
+-- If a crash undoes a prune, records are only kept for longer, so it waits for no disk (R29). By indexes, however few
+-- rows the statistics report.
 set local synchronous_commit = off; set local enable_seqscan = off
 
 -- fragment: all_ranges
--- Of blocks of `record`, and what is known of them.
+-- The ranges of blocks of `record`, and what is known of them.
 generate_series(0, pg_relation_size('{schema}.record') / current_setting('block_size')::bigint - 1, %(blocks)s) as g (low)
 left join {schema}.upkeep_range as k on k.low = g.low and k.filenode = pg_relation_filenode('{schema}.record')
 
 -- name: ranges
--- R28: those in which something can have expired.
+-- R28: the ranges in which a record can have expired.
 select g.low from {all_ranges}
 where %(every)s::float8 is null or k.look_at is null or k.look_at <= clock_timestamp()
 order by g.low
 
 -- fragment: over
--- R11: final records that are past their scope's retention, or have expired (R37). A DEAD one waits for a person as long as it
--- has a letter, or a saga.
+-- R11: final records that are past their scope's retention, or have expired (R37). A DEAD one waits for a person as
+-- long as it has a dead letter, or a saga.
 coalesce(r.expires_at, r.changed_at + s.retain) < clock_timestamp() and (
     r.state in ({COMPLETED}, {FAILED})
     or r.state = {DEAD} and not exists (select from {schema}.dead_letter as d where d.key = r.key)
        and not exists (select from {schema}.saga as g where g.key = r.key))
 
 -- name: prune_range
--- What is kept says when to look again, what comes meanwhile expires after the shortest `retain`, or as soon as what is kept,
--- and what a person does (a shorter `retain`, a letter discarded) waits for a day at most (R28). The time of the statement,
--- which is before that of each row here: what expires meanwhile is looked at once more.
+-- The kept records determine when the range is read again (R28). A record that is added meanwhile expires after the
+-- shortest `retain` at the earliest, or as soon as a kept one. A person's change (a shorter `retain`, a discarded dead
+-- letter) waits for a day at most. The statement's time is used, which is before that of each row here: what expires
+-- meanwhile is read again.
 with gone as (
     delete from {schema}.record as r using {schema}.scope as s
     where r.ctid >= %(from)s::tid and r.ctid < %(to)s::tid and s.id = r.scope_id and {over}
@@ -114,7 +115,7 @@ select count(*) from {schema}.record as r join {schema}.scope as s on s.id = r.s
 where r.ctid >= %(from)s::tid and r.ctid < %(to)s::tid and {over}
 
 -- name: keep_letters
--- O5: what the handlers of this worker say.
+-- O5: the limits that the handlers of this worker have.
 insert into {schema}.dead_retention (app, handler, letters, bodies)
 select w.app, w.name, make_interval(secs => w.letters), make_interval(secs => w.bodies)
 from unnest(%(apps)s::text[], %(names)s::text[], %(letters)s::float8[], %(bodies)s::float8[])
@@ -123,13 +124,13 @@ on conflict (app, handler) do update set letters = excluded.letters, bodies = ex
 where (dead_retention.letters, dead_retention.bodies) is distinct from (excluded.letters, excluded.bodies)
 
 -- fragment: aged
--- A letter of handler `k` that nobody needs: not one of a saga that waits for a person.
+-- A dead letter of handler `k` that is not needed: not one of a saga that waits for a person.
 d.handler = k.handler and starts_with(d.scope, k.app || '/')
 and not exists (select from {schema}.saga as g where g.key = d.key)
 
 -- name: prune_letters
--- O5: of each handler that bounds them up to the limit, by the index on their time. One that was redriven is as young as
--- that.
+-- O5: up to the limit for each handler that has one, by the index on their time. The age of a redriven one counts from
+-- the redrive.
 with gone as (
     delete from {schema}.dead_letter where id in (
         select old.id from {schema}.dead_retention as k cross join lateral (
@@ -146,7 +147,7 @@ with gone as (
 select count(*) from gone
 
 -- name: empty_letters
--- What an exception says may quote the message; its type and its place do not.
+-- The text of an exception may quote the message; its type and its place do not.
 with emptied as (
     update {schema}.dead_letter as l
     set body_size = coalesce(body_size, length(body)), body_sha256 = '', body = '', headers = '\x7b7d', delivered = null,
@@ -175,8 +176,9 @@ with gone as (
 select count(*) from gone
 
 -- name: check_low_water
--- P9, the full look, once an hour: everything that is in front of a low water is read. There can be something only if a row
--- was written past the triggers of the tables. And what has a low water of its own, and no message, needs none.
+-- P9, the full check, once an hour: everything before a low water is read. There can be a message only if its row was
+-- written without the triggers of the tables. A queue that has a low water of its own, and no message, does not need it
+-- any more.
 with old as materialized (
     select m.line, m.name, m.id, case m.line
         when 'queue' then exists (
@@ -212,21 +214,21 @@ with old as materialized (
 select count(*) filter (where passed) from gone
 
 -- name: prune_attempts
--- Leftovers: another worker applied the message, or it is gone from the broker. What is PENDING still needs them.
--- A scope may be pruned as an attempt of it is noted.
+-- Leftovers: another worker applied the message, or it is gone from the broker. PENDING records still need theirs.
+-- A scope may be pruned while an attempt of it is being written.
 delete from {schema}.attempt as a
 where a.changed_at < clock_timestamp()
         - coalesce((select s.retain from {schema}.scope as s where s.id = a.scope_id), interval '14 days')
   and not exists (select from {schema}.record as r where r.key = a.key and r.state = {PENDING})
 
 -- name: prune_signals
--- L43: for sagas that never came. Those of a saga that has begun go with its record.
+-- L43: of sagas that never began. Those of a saga that has begun are deleted with its record.
 delete from {schema}.signal as g using {schema}.scope as s
 where s.id = g.scope_id and g.sent_at < clock_timestamp() - s.retain
   and not exists (select from {schema}.record as r where r.key = g.key)
 
 -- name: prune_requests
--- H24: nobody has come back for them within `retain`. A rival that takes one just now has locked it.
+-- H24: no client has retried them within `retain`. A request that a rival is just taking is locked by it.
 with gone as (
     delete from {schema}.request where key in (
         select s.key from {schema}.request as s
@@ -240,7 +242,7 @@ with gone as (
 delete from {schema}.record where key in (select key from gone) and state = {PROCESSING}
 
 -- name: retire_scopes
--- R30. A claim brings one back, and so does a record that is seen.
+-- R30. A claim revives a retired scope, and so does a record that a pass sees.
 update {schema}.scope set retired_at = clock_timestamp()
 where id in (
     select id from {schema}.scope
@@ -249,7 +251,7 @@ where id in (
 )
 
 -- name: prune_scopes
--- R30. Each range was looked at each day since, and the transactions that have used the scope before are long over.
+-- R30. Each range was read each day since then, and the transactions that had used the scope before are long over.
 delete from {schema}.scope where id in (
     select s.id from {schema}.scope as s
     where s.retired_at < clock_timestamp() - interval '30 days'

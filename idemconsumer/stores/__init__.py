@@ -1,4 +1,5 @@
-"""Postgres behind the ports: claims, leases, checkpoints, the guard, and the connections they run on.
+"""Postgres as the implementation of the ports: claims, leases, checkpoints, the guard, and their connections.
 
-With `admin`, the Postgres queue and retention the only place that talks to the database. Knows no engine.
+Besides `admin`, the Postgres queue and retention, this is the only code that talks to the database. It does not know
+the engine.
 """

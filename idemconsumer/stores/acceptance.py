@@ -1,4 +1,4 @@
-"""What is accepted now and done later: its record, PENDING, and its message are one commit (H40)."""
+"""Work that is accepted now and done later: its PENDING record and its message are one commit (H40)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from idemconsumer.stores.pool import Pool
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """A message that is to run later, under the record of `claim`. `name`: the handler's, as it is stored. `sent`: what
-    goes to its own broker instead of into its queue in Postgres (H46). `max_age`: seconds after which it is too late,
-    and then it is `asked` about (H47), or FAILED."""
+    """A message that is to run later, under the record of `claim`. `name`: the handler's, as it is stored. `sent`: the
+    message for its own broker, instead of its row in the queue in Postgres (H46). `max_age`: the seconds after which it
+    is too late; then it is `asked` about (H47), or FAILED."""
 
     claim: Claim
     message: Message
@@ -39,7 +39,8 @@ class Acceptance:
     asked: bool = False
 
     def statements(self) -> list[Statement]:
-        """What follows the claim. The header that names the record counts in the handler's own queue alone (H41)."""
+        """The statements after the claim. The header that names the record is valid only in the handler's own queue
+        (H41)."""
         key, sent = self.claim.key, self.sent
         stored, whole = with_origin(self.message, Pending(key, self.claim.scope)), sent is None or self.asked
         noted: Statement = ("accept", {
@@ -59,8 +60,8 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class SentAccepted:
-    """Where a message goes by the outbox, with the record key of Kafka or the message id elsewhere. `token`: what only
-    it and its record have."""
+    """Where the outbox sends the message, with Kafka's record key, or the message id at other brokers. `token`: a value
+    that only this message and its record have."""
 
     destination: str
     key: str | None
@@ -69,8 +70,8 @@ class SentAccepted:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedStanding:
-    """What is on record of a key. `held`: it is PENDING, and somebody has it in hand. `reason`: of its dead letter.
-    `created_at`: when it was accepted; None for what was not."""
+    """The record of a key. `held`: it is PENDING, and another transaction has locked its key. `reason`: its dead
+    letter's. `created_at`: when it was accepted; None for a key that was not."""
 
     state: State
     result: StoredResult | None = None
@@ -80,7 +81,7 @@ class AcceptedStanding:
 
 
 async def accept(pool: Pool, acceptance: Acceptance) -> Record | None:
-    """In a transaction of its own: None when it was stored; the record that there is.
+    """Accept in a transaction of its own. Returns None if it was stored, else the record that exists.
 
     Raises Contention when a rival holds the key, CommitUnknown, StoreUnavailable, and ConfigurationError for the schema
     as `accept_in`.
@@ -93,7 +94,8 @@ async def accept(pool: Pool, acceptance: Acceptance) -> Record | None:
 
 
 async def scope_id(pool: Pool, claim: Claim) -> int:
-    """In a commit of its own: whoever else names a new scope would wait for the end of the transaction (R30)."""
+    """The scope's id, in a commit of its own: inserted in the caller's transaction, a new scope would block any other
+    transaction that names it (R30)."""
     async with pool.connection() as connection:
         (scope,) = await pool.scope_ids(connection, [claim])
         return scope
@@ -102,8 +104,8 @@ async def scope_id(pool: Pool, claim: Claim) -> int:
 async def accept_in(
     connection: psycopg.AsyncConnection[Any], schema: str, scope: int, acceptance: Acceptance
 ) -> Record | None:
-    """In whatever transaction is open on the connection; the key is held until its end. Raises psycopg.Error,
-    Contention, and ConfigurationError when the schema is not migrated, or each statement would commit by itself."""
+    """Accept in the open transaction of the connection; the key is locked until its end. Raises psycopg.Error,
+    Contention, and ConfigurationError if the schema is not migrated, or if each statement would commit by itself."""
     if connection.autocommit and connection.info.transaction_status is pq.TransactionStatus.IDLE:
         raise ConfigurationError(
             "tx= is an autocommit connection outside a transaction, so a record could be committed without its "
@@ -122,8 +124,8 @@ async def accept_in(
 
 
 async def look_up(pool: Pool, key: bytes, scope: str) -> AcceptedStanding | None:
-    """None: there is no record in this scope, or it has expired. Raises StoreUnavailable, and ConfigurationError as
-    `accept_in`."""
+    """The record of a key. None: there is none in this scope, or it has expired. Raises StoreUnavailable, and
+    ConfigurationError as `accept_in`."""
     with in_words(pool.schema):
         rows = await pool.alone("accepted", {"key": key, "scope": scope})
     for state, body, content_type, status, headers, held, reason, at in rows:
@@ -133,7 +135,7 @@ async def look_up(pool: Pool, key: bytes, scope: str) -> AcceptedStanding | None
 
 
 async def time_out(pool: Pool, names: Sequence[StoredName], limit: int, rejection: StoredResult) -> list[bytes] | None:
-    """Reject what was accepted for handlers of these names and has not begun in time (H44): the keys. None: nothing is
+    """Reject accepted work of these handlers that has not begun in time (H44). Returns the keys; None if nothing was
     due. Raises StoreUnavailable and CommitUnknown."""
     asked = {"apps": [name.app for name in names], "names": [name.handler for name in names], "limit": limit}
     if not (due := [key for (key,) in await pool.alone("overdue", asked)]):
@@ -144,8 +146,9 @@ async def time_out(pool: Pool, names: Sequence[StoredName], limit: int, rejectio
 async def reject(
     pool: Pool, keys: Sequence[bytes], rejection: StoredResult, *, asked: int | None = None
 ) -> list[bytes]:
-    """Those of them that were waiting, and are FAILED with this from now on. `asked`: only if nobody has asked again
-    since (H47), and else only if it is too late. Raises StoreUnavailable and CommitUnknown."""
+    """Reject those that still wait: they are FAILED with this rejection. Returns their keys. With `asked`, only if
+    no process has asked about them again since (H47); otherwise only if it is too late. Raises StoreUnavailable and
+    CommitUnknown."""
     given: dict[str, Any] = {"keys": list(keys), "asked": asked, "body": rejection.body}
     given |= {"content_type": rejection.content_type, "status": rejection.status}
     async with transaction(pool, group=1) as claims:

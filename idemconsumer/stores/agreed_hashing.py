@@ -1,4 +1,4 @@
-"""Whether this process hashes keys as all others do that use the schema (R38), and under which secret (R39)."""
+"""Whether this process hashes keys as all others that use the schema do (R38), and under which secret (R39)."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _WHY: Final = "a message known under one hash would be new under another one, an
 
 
 async def settle_hashing(pool: Pool, schema: str) -> None:
-    """Hash as the schema does. Say how that is, if nobody has, and refuse any other way; if its data key is wrapped by
-    another secret than the first one of ours, wrap it by that. Raises ConfigurationError, also when the schema is not
-    migrated, and StoreUnavailable."""
+    """Hash keys as the schema does; any other way is refused. If the schema has no way yet, record that of this
+    process. If its data key is wrapped by another secret than the first one configured, wrap it with the first one.
+    Raises ConfigurationError, also when the schema is not migrated, and StoreUnavailable."""
     with in_words(schema):
         stored = await pool.alone("hashing", {})
         if not stored:
-            # A process that has a data key makes new schemas with it: tests use one after the other.
+            # A process that has a data key uses it for new schemas too: tests open one schema after the other.
             ours = wrap(HASHING.secrets[0], HASHING.data_key or new_key()) if HASHING.secrets else b""
             await pool.alone("settle_hashing", {"wrapped": ours})
             stored = await pool.alone("hashing", {})  # another process may have been faster
         wrapped = bytes(stored[0][0]) if stored else b""
         if (place := learn_hashing(wrapped, schema)) and HASHING.data_key is not None:
             anew = wrap(HASHING.secrets[0], HASHING.data_key)
-            # Of several at once one does it. The data key is the same, so nothing is lost for the others.
+            # Only one of several processes succeeds. The data key stays the same, so the others lose nothing.
             if await pool.alone("wrap_anew", {"anew": anew, "wrapped": wrapped}):
                 log.info("key secret rotated: the data key is now wrapped by the first of `key_secrets`", was=place + 1)
 
 
 def may_hash(stored: Sequence[Mapping[str, Any]], schema: str) -> bool:
-    """For who only reads, from the rows of the query `hashing`. No: there are secrets, and nothing was recorded with
-    them. Raises ConfigurationError where this process hashes in another way."""
+    """Whether a process that only reads can hash keys, by the rows of the query `hashing`. No: there are secrets, and
+    nothing was recorded with them. Raises ConfigurationError if this process hashes in another way."""
     if not stored:
         return not HASHING.secrets
     learn_hashing(bytes(stored[0]["wrapped"]), schema)
@@ -44,8 +44,8 @@ def may_hash(stored: Sequence[Mapping[str, Any]], schema: str) -> bool:
 
 
 def learn_hashing(wrapped: bytes, schema: str) -> int:
-    """Hash as the schema says from now on. Returns the place of the secret that has wrapped its data key, 0 for the
-    first one and without any. Raises ConfigurationError where that cannot be."""
+    """Hash as the schema does from now on. Returns the index of the secret that wraps its data key; 0 also if there is
+    no secret. Raises ConfigurationError if this process cannot hash that way."""
     if not HASHING.secrets and not wrapped:
         return 0
     for place, secret in enumerate(HASHING.secrets):

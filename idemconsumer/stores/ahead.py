@@ -1,9 +1,9 @@
-"""Statements that were sent and are not waited for (J26): libpq's pipeline mode, on the connection of a transaction.
+"""Pipelined statements (J26): sent and not waited for, in libpq's pipeline mode, on the connection of a transaction.
 
-psycopg's own pipeline asks the server for a Flush behind its Sync, at which the server stops counting idle time (J11).
-Here nothing but Syncs is sent, so a worker that freezes between two statements is cut off as ever. All answers are read
-by whoever has to wait for one of them: while it reads, it goes on sending, since a server whose answers nobody reads
-reads no statements either.
+psycopg's own pipeline sends a Flush after its Sync, and then the server stops counting idle time (J11). This module
+sends only Syncs, so the server still cuts off a worker that freezes between two statements. The task that has to wait
+for an answer reads all answers. It keeps sending while it reads, since a server whose answers are not read reads no
+statements either.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from idemconsumer.errors import RunEagerly
 from idemconsumer.rules.habits import Habits
 from idemconsumer.sql.answering import Exchange
 
-_TOGETHER: Final = 16  # statements behind which there is a Sync, so that the server answers while more are made
-_BYTES: Final = 6_000  # of 8,192 libpq sends the first part by itself, and the server counts no idle time behind a part
-_AROUND: Final = 64  # bytes of a statement's messages beside what is counted
-_PARAM: Final = 10  # of the type, the format and the length of a parameter
-_NO_SUCH_NAME: Final = "26000"  # somebody has sent DEALLOCATE or DISCARD, in a function of the database perhaps
+_TOGETHER: Final = 16  # statements after which a Sync follows, so that the server answers while more are made
+_BYTES: Final = 6_000  # at 8,192 libpq sends a first part by itself, and the server counts no idle time after a part
+_AROUND: Final = 64  # bytes of a statement's messages besides those that are counted
+_PARAM: Final = 10  # bytes of the type, the format and the length of a parameter
+_NO_SUCH_NAME: Final = "26000"  # a DEALLOCATE or DISCARD was executed, perhaps in a function of the database
 _NAME_IS_TAKEN: Final = "42P05"
 _NOT_SUPPORTED: Final = "0A000"
 _FINDS_OTHER_COLUMNS: Final = "RevalidateCachedQuery"  # in the server; its text may be in any language
 
 
 class Sent:
-    """A statement on its way; `result` once it is answered. `run` is the number of the handler's run that sent it, None
-    for one of the engine's."""
+    """A pipelined statement; `result` is its answer, once there is one. `run`: the number of the handler's run that
+    sent it; None for a statement of the engine."""
 
     __slots__ = ("_habits", "_query", "result", "run")
 
@@ -51,12 +51,13 @@ class Sent:
 
 
 class Ahead:
-    """What is on its way on one connection, in the order in which it was sent.
+    """The statements in flight on one connection, in the order in which they were sent.
 
-    `on`: there are answers to be read. `full`: the server does not keep up, so that they are read before more is sent.
-    `reads`: how often answers were waited for. `signal`: a run was told to end, which user code may have swallowed.
-    `seconds`: for how long what one run has sent may be at work. `outdated`: the server refused what had been prepared
-    on it. `abandoned`: the transaction is rolled back, so the answers do not matter. `heard` is called at each answer.
+    `on`: there are answers to read. `full`: the server does not keep up, so the answers are read before more is sent.
+    `reads`: how often answers were waited for. `signal`: the exception that told a run to end, which user code may have
+    swallowed. `seconds`: for how long the statements of one run may execute. `outdated`: the server refused a prepared
+    statement. `abandoned`: the transaction is rolled back, so the answers do not matter. `heard` is called at each
+    answer.
     """
 
     def __init__(self, pgconn: PGconn, heard: Callable[[], None]) -> None:
@@ -71,14 +72,14 @@ class Ahead:
         self.seconds: float | None = None
 
     def begin(self) -> None:
-        """Another transaction."""
+        """A new transaction begins."""
         self._failed = self.signal = self.seconds = None
         self.abandoned = False
 
     def send(
         self, sent: Sent, query: bytes, converted: Any = None, *, prepare: bool = False, name: bytes = b""
     ) -> None:
-        """Send one statement: as it stands, by its `name`, or once it has been prepared under that."""
+        """Send one statement: unprepared, by the `name` it is prepared under, or with `prepare` after preparing it."""
         pgconn = self._pgconn
         if not self.on:
             pgconn.enter_pipeline_mode()
@@ -108,7 +109,7 @@ class Ahead:
         return self._unsynced == 0
 
     def push(self) -> None:
-        """Hand to the socket what it takes, with a Sync behind it."""
+        """Add a Sync, and write to the socket as much as it takes."""
         if not self._unsynced or self._pgconn.status != ConnStatus.OK:
             return
         self._pgconn.pipeline_sync()
@@ -117,19 +118,19 @@ class Ahead:
         self.full = bool(self._pgconn.flush())
 
     def answers(self, last: Sequence[tuple[Sent, bytes]] = (), timer: Timeout | None = None) -> Exchange[None]:
-        """Send the `last` ones, read all answers, and be ready for what is not sent ahead. `timer` is to cut that off
-        while answers to what runs have sent are late."""
+        """Send the `last` ones, read all answers, and leave pipeline mode. `timer` is set to cut that off when the
+        answers to statements of handlers are late."""
         pgconn, expected = self._pgconn, self._expected
         self.reads += 1
         self.push()
-        for sent, statement in last:  # without a Sync between them: behind one that fails the server does no more
+        for sent, statement in last:  # without a Sync between them: after a failure the server skips the rest
             pgconn.send_query_params(statement, None)
             expected.append(sent)
             self._unsynced += 1
         self.push()
         self._expect(timer)
         while pgconn.flush():
-            while not (ready := (yield Wait.RW)):  # once in a while, and where the wait is cut off
+            while not (ready := (yield Wait.RW)):  # not ready: at intervals, and when the wait is cut off
                 pass
             if ready & Ready.R:
                 pgconn.consume_input()
@@ -138,7 +139,7 @@ class Ahead:
             self._heard()
             answered = expected.popleft()
             if not results or (answered is None) != (results[-1].status == ExecStatus.PIPELINE_SYNC):
-                pgconn.finish()  # its session has ended, which libpq knows once it has read the end
+                pgconn.finish()  # the session has ended, which libpq notices once it has read to the end
                 raise error_from_result(results[-1]) if results else OperationalError("the connection is lost")
             if answered is None:
                 if expected:
@@ -151,8 +152,8 @@ class Ahead:
         self.on = self.full = False
 
     def _expect(self, timer: Timeout | None) -> None:
-        """The server answers what is before a Sync at once, and each run has its own time for what it has sent. What is
-        the engine's own has none here (R20)."""
+        """Set the timer for the next answers. The server answers all statements before a Sync at once, and each run has
+        its own time for the statements it sent. The engine's own have no limit here (R20)."""
         if timer is None or self.seconds is None or timer.expired():
             return
         runs = set()
@@ -166,7 +167,7 @@ class Ahead:
             timer.reschedule(None)
 
     def check(self, own: Sent | None = None) -> None:
-        """Raise what has failed: of `own`, or of a statement of the engine's, the error itself; else RunEagerly."""
+        """Raise the first failure: the error itself if it is of `own` or of the engine, else RunEagerly."""
         if self._failed is None or self.abandoned:
             return
         sent, result = self._failed
@@ -178,14 +179,15 @@ class Ahead:
         raise self.end_run(RunEagerly(sent.run, error))
 
     def end_run(self, signal: RunEagerly) -> RunEagerly:
-        """To be raised; the first one counts."""
+        """Return the exception to raise: the first one given in this transaction."""
         self.outdated |= is_outdated(signal.error)
         self.signal = self.signal or signal
         return self.signal
 
 
 def is_outdated(error: Exception | None) -> bool:
-    """Whether it is one of what was prepared for a handler without its asking: the engine's own fault (J28)."""
+    """Whether it is an error of a statement that was prepared without the handler's request, so that the engine is at
+    fault (J28)."""
     if not isinstance(error, Error):
         return False
     state = error.sqlstate

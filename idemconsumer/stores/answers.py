@@ -1,4 +1,4 @@
-"""What the database answers to a claim. What it does not say plainly is an error, never a claim (R14)."""
+"""Reads the database's answers to a claim. An answer that is not clear is an error, never a claim (R14)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def outcomes(answer: PGresult, keys: Sequence[bytes]) -> list[Found]:
-    """Of each key, from the result of `claim`, which has a row for each that was not claimed."""
+    """The result for each key, from that of `claim`, which has a row for each key that was not claimed."""
     if answer.status != ExecStatus.TUPLES_OK or answer.nfields != _COLUMNS:
         raise _unclear()
     if not answer.ntuples:
@@ -40,15 +40,15 @@ def outcomes(answer: PGresult, keys: Sequence[bytes]) -> list[Found]:
 
 
 def standing(found: Found) -> Record | None:
-    """What is on record of a single key; None: it was claimed. Raises Contention when a rival holds it."""
+    """The record of a single key; None: it was claimed. Raises Contention when a rival (another worker) holds it."""
     if found is Mark.BUSY:
         raise Contention("a rival holds the key")
     return found if isinstance(found, Record) else None
 
 
 def begun(answer: PGresult, keys: Sequence[bytes]) -> list[Found | int]:
-    """Of each key, from the result of `begin_sagas`: its saga's token, or what was found. Raises CommitUnknown, since
-    the answer comes with that of COMMIT."""
+    """The result for each key, from that of `begin_sagas`: its saga's token, or why it was not claimed. Raises
+    CommitUnknown, since the answer comes together with that of COMMIT."""
     try:
         if answer.status != ExecStatus.TUPLES_OK or answer.nfields != _COLUMNS + 1 or answer.ntuples != len(keys):
             raise _unclear()
@@ -61,8 +61,8 @@ def begun(answer: PGresult, keys: Sequence[bytes]) -> list[Found | int]:
 
 
 def claimed_request(answer: PGresult, key: bytes) -> tuple[int | None, Record | None, int | None]:
-    """Our token; or the record that was found, None where a rival holds the key, and the token that is free. From the
-    one row of `claim_request`."""
+    """From the one row of `claim_request`: this process's token; else the record, which is None where a rival holds the
+    key, and the token that may be taken over."""
     token, free = answer.get_value(0, _COLUMNS), answer.get_value(0, _COLUMNS + 1)
     if token is not None:
         return int(token), None, None
@@ -71,20 +71,21 @@ def claimed_request(answer: PGresult, key: bytes) -> tuple[int | None, Record | 
 
 
 def taken_request(answer: PGresult) -> tuple[int, bool, datetime]:
-    """Our token, whether a former owner may have run it, and since when, from the one row of `take_request`."""
+    """From the one row of `take_request`: the token, whether a former owner may have run the request, and since
+    when."""
     token, again, since = (answer.get_value(0, column) or b"" for column in range(3))
     return int(token), again == b"t", moment(int(since))
 
 
 def loaded(connection: psycopg.AsyncConnection[Any], answer: PGresult) -> list[tuple[Any, ...]]:
-    """The rows that a statement of the engine's own returned (R14)."""
+    """The rows that a statement of the engine returned, with types as the engine has them (R14)."""
     transformer = Transformer(OwnCursor(connection))
     transformer.set_pgresult(answer)
     return transformer.load_rows(0, answer.ntuples, tuple)
 
 
 def records(rows: Iterable[Sequence[Any]], keys: Collection[bytes]) -> dict[bytes, Record]:
-    """By key, from rows of `claim` or `read`, which were asked for these."""
+    """The records by key, from rows of `claim` or `read`, which asked for these keys."""
     try:
         found = {
             key: Record(State(state), fingerprint, read_result(body, content_type, status, headers), canonical)
@@ -98,10 +99,10 @@ def records(rows: Iterable[Sequence[Any]], keys: Collection[bytes]) -> dict[byte
 
 
 def _bytea(text: bytes) -> bytes:
-    return bytes(_ESCAPING.unescape_bytea(text))  # of either bytea_output, which a handler may have set
+    return bytes(_ESCAPING.unescape_bytea(text))  # in either format of bytea_output, which a handler may have set
 
 
-# Of key, state, fingerprint, body, content type, canonical, status and headers.
+# The columns: key, state, fingerprint, body, content type, canonical, status and headers.
 _READ: Final[Sequence[Callable[[bytes], object]]] = (_bytea, int, _bytea, _bytea, bytes.decode, _bytea, int, _bytea)
 _COLUMNS: Final = len(_READ)
 
@@ -118,5 +119,5 @@ def _unclear() -> StoreUnavailable:
 
 
 def moment(micros: int) -> datetime:
-    """A time that was read as microseconds since 1970: sessions of handlers write times as they like (R14)."""
+    """The time for microseconds since 1970: a handler's session may write times in any format (R14)."""
     return _EPOCH + timedelta(microseconds=micros)

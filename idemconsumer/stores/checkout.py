@@ -1,4 +1,4 @@
-"""The connection of one transaction, lent to one handler after another, and the session as it was for the next."""
+"""The checkout of a transaction's connection by one handler after another, and the reset of its session in between."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ _LEFT_OPEN: Final = (
     "the handler left a stream(), COPY or pipeline open, so nothing is committed; open COPY and pipelines with async "
     "with, and read a stream() to its end; for fewer rows use LIMIT, or a cursor on the server, cursor('name')"
 )
-_LATE: Final = 0.2  # seconds for the answers to what a handler has sent whose time is over
+_LATE: Final = 0.2  # seconds for the answers to a handler's pipelined statements, once its time is over
 _CANCEL_EVERY: Final = 0.2  # seconds
-_STOP_SECONDS: Final = 5.0  # for the server to end a statement; psycopg gives it as long
+_STOP_SECONDS: Final = 5.0  # for the server to end a statement; psycopg allows it as long
 
 
 class _OwnWords(bytes):
-    """A statement of the engine's. Through `tx` it comes to a cursor of the lent connection, which asks once more."""
+    """A statement of the engine. Sent through `tx`, it also reaches the lent connection's cursor, which checks
+    again."""
 
 
 class Lending:
-    """What one transaction's handlers have of its connection.
+    """The access that a transaction's handlers have to its connection.
 
-    It refers to them weakly: what a handler was given is alive after its return only if somebody still holds it.
-    `changed`: the session may not be as it was; `passing`: the transaction is not, as its other messages must find it;
-    `lasting`: and cannot be made so again. `write` gives the engine's own statement by name.
+    It holds weak references to the objects given to a handler: one that is alive after the handler has returned is
+    still held by other code. `changed`: the session may not be as it was. `passing`: the transaction's settings may not
+    be as its other messages must have them. `lasting`: and cannot be restored. `write` gives a statement of the engine
+    by name.
     """
 
     def __init__(self, connection: PoolSession, write: Callable[[str], bytes]) -> None:
@@ -50,16 +52,16 @@ class Lending:
         self.loop = asyncio.get_running_loop()
         self.changed = self.passing = self.lasting = self._eager = False
         self.runs = 0  # of handlers that had a tx
-        self._unread: int | None = None  # what was sent before the last run was not read when it had been read so often
+        self._unread: int | None = None  # `ahead.reads` at the start of the run, if earlier answers were still unread
         self._spoiled: str | None = None
         self._write = write
         self._run = begin_run()
         self._tx: ref[Any] | None = None
         self._lent: ref[LentConnection] | None = None
-        self._shared: tuple[Any, ...] | None = None  # what a lent connection may have set, as it was
+        self._shared: tuple[Any, ...] | None = None  # settings of the connection before a handler could change them
 
     def to(self, tx: Any, *, eager: bool) -> None:
-        """`tx` is what the next handler is given. `eager`: all of its statements are waited for."""
+        """The next handler gets `tx`. `eager`: all of its statements are waited for."""
         ahead = self.connection.ahead
         self._unread = ahead.reads if ahead.on else None
         self._tx = ref(tx)
@@ -85,19 +87,19 @@ class Lending:
             raise HandlerFault(known.reason)
         self.lasting |= known is not None and known.lasting
         if self.connection.again and known is not None and known.effect is Effect.RESET_ALL:
-            self.changed = True  # R18
+            self.changed = True  # R18: RESET ALL undoes what the pooler has set in its session for us
         name = None if known is None else _REWRITTEN.get(known.effect)
         return query if name is None else _OwnWords(self._write(name))
 
     def blamed(self, error: psycopg.Error) -> BaseException:
-        """What to raise where a statement of the handler fails with `error`: that, or what ends its run, if the engine
-        is to blame (J28)."""
+        """The exception to raise where a statement of the handler fails with `error`: that error, or one that ends its
+        run, if the engine is to blame (J28)."""
         if self._eager or not is_outdated(error):
             return error
         return self.connection.ahead.end_run(RunEagerly(self.runs - 1, error))
 
     def spoil(self, reason: str) -> None:
-        """Nothing of this transaction may be committed any more, whatever its handler makes of that."""
+        """Nothing of this transaction may be committed any more, however its handler reacts."""
         self._spoiled = reason
 
     def check(self, *, look: bool = False) -> None:
@@ -105,16 +107,16 @@ class Lending:
         ahead = self.connection.ahead
         if ahead.signal is not None:
             raise ahead.signal  # the function swallowed it
-        # After `restore`, which is the engine's, the end of the session would be nobody's.
+        # If the loss of the session is first noticed in `restore`, which is the engine's, it counts as no message's.
         if look or self.changed or self.passing:
             self.connection.look()
         if self.connection.closed:
             raise StoreUnavailable("the connection broke while the handler ran")
         status = self.connection.info.transaction_status
-        if ahead.on:  # what was sent ahead has not ended the transaction, and whether it failed shows later (J26)
+        if ahead.on:  # pipelined statements have not ended the transaction; whether they failed shows later (J26)
             status = pq.TransactionStatus.INTRANS
         if status == pq.TransactionStatus.ACTIVE:
-            self._check_given_back()  # names the task
+            self._check_given_back()  # its error names the task
         if status == pq.TransactionStatus.INERROR:
             raise HandlerFault(
                 "the handler swallowed a database error, so its transaction can only roll back; "
@@ -128,25 +130,25 @@ class Lending:
         """See `user_code.call.OpenTransaction`."""
         connection, ahead = self.connection, self.connection.ahead
         shared = self._unread is not None and ahead.reads > self._unread
-        if ahead.on and connection.lock.locked():  # a task of the function waits for the answers, and perhaps for more
+        if ahead.on and connection.lock.locked():  # a task of the function waits for the answers, and may send more
             ahead.end_run(RunEagerly(self.runs - 1, HandlerFault("it failed before all was answered")))
         elif ahead.on:
             await self.answered(_LATE if late else ahead.seconds)
-        ahead.check()  # a wait that was cancelled has read the answers, and raised none of them
+        ahead.check()  # a cancelled wait has read the answers and raised none of their errors
         if late and shared:
             ahead.end_run(RunEagerly(self.runs - 1, TimeoutError("it waited for other messages, too")))
         if ahead.signal is not None:
             raise ahead.signal
 
     async def answered(self, seconds: float | None) -> None:
-        """Wait for what was sent ahead."""
-        with suppress(TimeoutError):  # the server has cancelled what took so long, which has failed
+        """Wait for the answers to pipelined statements."""
+        with suppress(TimeoutError):  # the statement that took so long was cancelled at the server, and has failed
             async with asyncio.timeout(seconds):
                 await self.connection.answered()
 
     def _check_given_back(self) -> None:
-        """The handler has returned. Raises HandlerFault if it was spoiled (J23), or if a task that it left behind still
-        has its tx (J19), or what it left open keeps the connection for itself (J18)."""
+        """The handler has returned. Raises HandlerFault if its transaction was spoiled (J23), if a task that it left
+        behind still has its tx (J19), or if something that it left open keeps the connection's lock (J18)."""
         if self._spoiled is not None:
             raise HandlerFault(self._spoiled)
         if (self._tx is None or self._tx() is None) and self._lent is None:
@@ -167,7 +169,7 @@ class Lending:
             raise HandlerFault(_LEFT_OPEN)
 
     def end(self) -> None:
-        """What the handler was given is of no use from now on."""
+        """The objects that the handler was given are unusable from now on."""
         if self._tx is None:
             return
         tx, lent = self._tx(), _alive(self._lent)
@@ -182,11 +184,11 @@ class Lending:
         self._tx = self._lent = self._shared = None
 
     async def abandon(self) -> None:
-        """The transaction failed. A connection on which a handler may have left something, or is still at work, is
-        rolled back and closed. What waits for its lock is not sent any more.
+        """The transaction failed. If a handler may have changed its session, or still uses it, the connection is rolled
+        back and closed. Statements that wait for its lock are not sent any more.
 
-        psycopg's stream() and COPY keep the lock while nothing is under way, and whoever left them open may never give
-        it back. So the lock is not waited for then: closing the connection ends the transaction too (J18).
+        psycopg's stream() and COPY hold the lock while no statement runs, and the code that left them open may never
+        release it. Then the lock is not waited for: closing the connection ends the transaction too (J18).
         """
         tx, lent = _alive(self._tx), _alive(self._lent)
         self.end()
@@ -209,25 +211,25 @@ class Lending:
             await connection.close()
 
     async def _forget_what_was_sent(self) -> None:
-        """What was sent ahead may wait for a lock, and is rolled back only after that."""
+        """A pipelined statement may wait for a lock, and then delays the rollback: it is cancelled if it takes long."""
         connection = self.connection
         connection.ahead.abandoned = True
         if connection.ahead.on and not connection.closed and not connection.lock.locked():
             with suppress(psycopg.Error, TimeoutError):
-                async with asyncio.timeout(_CANCEL_EVERY):  # then the server is told to cancel it
+                async with asyncio.timeout(_CANCEL_EVERY):  # at the timeout the server is told to cancel it
                     await connection.answered()
 
     async def _roll_back(self) -> None:
-        self.connection.patience = min(self.connection.patience, PATIENCE)  # R20: no longer the handler's
+        self.connection.patience = min(self.connection.patience, PATIENCE)  # R20: the handler's long timeout is over
         if not self.connection.pooled:
             await self.connection.rollback()
             return
-        # R18: the pooler gives the session to somebody else; one whose transaction is still open it closes.
+        # R18: the pooler gives the session to another client, and closes one whose transaction is still open.
         await self.connection.simple(b"rollback; " + self._write("reset_session") + self.connection.again)
 
     async def _stop(self, working: Callable[[], bool]) -> None:
-        """Else the statement, and the lock on the key with it, outlives its connection. The server forgets a request to
-        cancel what it has not begun to read yet, so there may be a second one."""
+        """Cancel the running statement, which would outlive its connection with its lock on the key. The server ignores
+        a cancel request for a statement that it has not begun to read yet, so a second one may follow."""
         until, again = self.loop.time() + _STOP_SECONDS, 0.0
         while (now := self.loop.time()) < until:
             if now >= again and self.connection.info.transaction_status == pq.TransactionStatus.ACTIVE:

@@ -1,4 +1,4 @@
-"""What a database must be before anything runs on it: new enough, durable, migrated, and open to our role."""
+"""What a database must be before anything runs on it: new enough, durable, migrated, and accessible to our role."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from idemconsumer.stores.migrations import files, names
 from idemconsumer.stores.server import refuse_unless_synchronous
 from idemconsumer.stores.session import OLDEST, SessionRules
 
-# All from the catalogs, which everybody may read: to_regclass fails without USAGE on the schema.
+# All from the catalogs, which every role may read: to_regclass fails without USAGE on the schema.
 _SERVER: Final = """
 select current_setting('synchronous_commit'), pg_is_in_recovery(),
        exists (select from pg_class c join pg_namespace n on n.oid = c.relnamespace
@@ -26,8 +26,8 @@ select current_setting('synchronous_commit'), pg_is_in_recovery(),
        current_setting('max_locks_per_transaction')::int * current_setting('max_connections')::int, current_user,
        current_setting('server_encoding'), current_setting('fsync'), current_setting('full_page_writes')
 """
-# R16. What a crash would empty; the guard's triggers that are missing; and those of ours that do not fire, with `D`
-# never, with `R` on replicas only, as a restore that was interrupted leaves them (`pg_restore --disable-triggers`).
+# R16. Tables that a crash would empty; triggers of the guard that are missing; triggers of ours that do not fire: `D`
+# is disabled, `R` fires on replicas only, as an interrupted restore leaves them (`pg_restore --disable-triggers`).
 _UNLOGGED: Final = """
 select c.relname from pg_class c join pg_namespace n on n.oid = c.relnamespace
 where n.nspname = %(schema)s and c.relpersistence <> 'p' and c.relname = any(%(tables)s)
@@ -51,7 +51,8 @@ join pg_proc f on f.oid = g.tgfoid
 join pg_namespace n on n.oid = c.relnamespace and n.oid = f.pronamespace
 where n.nspname = %(schema)s and g.tgenabled in ('D', 'R')
 """
-# Each lacking right in words. What is not there yet is pending, not forbidden. Identity columns need no right.
+# Each missing right in words. A missing object is a pending migration, not a missing right. Identity columns need no
+# right.
 _LACKING: Final = """
 with ours as (select oid, nspname from pg_namespace where nspname = %(schema)s)
 select 'USAGE on the schema' from ours where not has_schema_privilege(oid, 'usage')
@@ -71,7 +72,7 @@ union all
 select 'EXECUTE on ' || f.proname from ours join pg_proc f on f.pronamespace = ours.oid
 where f.proname = any(%(functions)s) and not has_function_privilege(f.oid, 'execute')
 """
-# R44. Where it is forced, functions with the rights of the owner see no rows either.
+# R44: row-level security that hides rows. Where it is forced, functions with the owner's rights see no rows either.
 _HIDDEN: Final = """
 select c.relname from pg_class c join pg_namespace n on n.oid = c.relnamespace join pg_roles o on o.oid = c.relowner
 where n.nspname = %(schema)s and c.relname = any(%(tables)s::text[] || array['migration'])
@@ -88,7 +89,7 @@ _TRIGGERS: Final[dict[str, LiteralString]] = {
 }
 _BEHIND: Final = "select of_table, remedy from {}.sequences_behind()"
 _NEEDED: Final = "14 or newer is needed"
-_NAMED: Final = 4  # lacking rights that are named; the statements grant them all
+_NAMED: Final = 4  # missing rights that are named; the statements grant all of them
 
 Connection = psycopg.AsyncConnection[Any]
 
@@ -103,14 +104,14 @@ async def check_database(
     require_standby: bool = False,
     kind: grants.Kind = "worker",
 ) -> int:
-    """Refuse a database that would break the promise (R7); returns how many locks are ours to take.
+    """Refuse a database that would break the promise (R7); returns how many locks this process may take.
 
-    It looks at a session that is made as those of a Pool with this `longest_run`, `lease` and `beside`. `kind`: of the
-    process, whose rights it asks for. Raises StoreUnavailable, or ConfigurationError with what to do: no address,
-    settings that do not hold, too old, a standby, synchronous_commit off, fsync or full_page_writes off, not in UTF-8,
-    not migrated or not wholly, rights that are lacking, rows that are hidden (R44), sequences behind their tables
-    (R43), tables that are not logged, a trigger of ours that is missing or disabled; with `require_standby` a COMMIT
-    that waits for no synchronous standby (R22).
+    It inspects a session opened with the settings of a Pool with this `longest_run`, `lease` and `beside`. `kind`: the
+    kind of process, whose rights are checked. Raises StoreUnavailable, or ConfigurationError with what to do: no
+    address, settings that are not in force, too old, a standby, synchronous_commit off, fsync or full_page_writes off,
+    not in UTF-8, not migrated or not wholly, missing rights, hidden rows (R44), sequences behind their tables (R43),
+    unlogged tables, a trigger of ours that is missing or disabled; with `require_standby` a COMMIT that waits for no
+    synchronous standby (R22).
     """
     check_dsn(dsn)
     check_schema(schema)
@@ -124,7 +125,7 @@ async def check_database(
 
 
 async def is_exposed(dsn: str) -> bool:
-    """Whether what goes to the database crosses a network without TLS. Raises StoreUnavailable."""
+    """Whether traffic to the database crosses a network without TLS. Raises StoreUnavailable."""
     async with await _reached(connect_async(dsn, connect_timeout=5)) as connection:
         return not connection.pgconn.ssl_in_use and not is_local(connection.info.hostaddr or connection.info.host)
 
@@ -191,13 +192,13 @@ async def _check(connection: Connection, schema: str, needed: grants.Needed) -> 
         )
     asked = sql.SQL("select coalesce(max(oldest), 0) from {}").format(sql.Identifier(schema, "migration"))
     ((oldest,),) = await (await connection.execute(asked)).fetchall()
-    if oldest > (newest := files()[-1]).version:  # R32
+    if oldest > (newest := files()[-1]).version:  # R32: a later migration has shut this version out
         raise ConfigurationError(
             f"database: schema {schema!r} needs a version of idemconsumer that knows migration {oldest:04}, and this "
             f"version ends with {newest}; run a newer version"
         )
     asked = sql.SQL(_BEHIND).format(sql.Identifier(schema))
-    if found := await (await connection.execute(asked)).fetchall():  # R43
+    if found := await (await connection.execute(asked)).fetchall():  # R43: they would give numbers in use
         tables = ", ".join(dict.fromkeys(table for table, _ in found))
         raise ConfigurationError(
             f"database: sequences are behind the rows of {tables}, as after logical replication or a restore of the "

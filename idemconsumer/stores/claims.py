@@ -1,8 +1,8 @@
 """One transaction of the store: opened, sealed and committed by the engine alone.
 
 It is opened with a seal of its own, which the engine's last statement compares and sets; a deferred trigger refuses
-every COMMIT without it (`guard` in migrations/0001). What the server enforces is described where it stands; this file
-only sends it in the right order.
+every COMMIT without it (`guard` in migrations/0001). What the server enforces is described in the statements and
+migrations; this file only sends the statements in the right order.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from idemconsumer.stores.sqlstates import (
 from idemconsumer.stores.tx import PostgresTx
 from idemconsumer.user_code.cancellation import uninterrupted
 
-_GROUP_LOCK_TIMEOUT: Final = "50ms"  # G12: a group that waits for another lane's rows is better rerun smaller
+_GROUP_LOCK_TIMEOUT: Final = "50ms"  # G12: rather than wait for another lane's rows, a group is rerun in smaller ones
 
 _RESET: Final = "session reset, a function, trigger or view had changed its settings"
 _LATELY: Final = 30.0  # seconds: during an outage some lane tries again every two seconds, or is frozen for longer
-_GATE_TIMEOUT: Final = "30s"  # J22: long enough for the groups ahead, each of which is bounded
+_GATE_TIMEOUT: Final = "30s"  # J22: long enough for the groups ahead, each of which is limited in time
 
 
 @asynccontextmanager
@@ -73,8 +73,8 @@ async def transaction(pool: Pool, *, group: int, gate: str | None = None) -> Asy
 
 
 class PostgresClaims:
-    """One open transaction for one group: its effects, records and results are one commit (R4). What `OpenTransaction`
-    has is described there. Also what sagas and admin commands send, under the same guard."""
+    """One open transaction for one group: its effects, records and results are one commit (R4). The methods of
+    `OpenTransaction` are described there. Statements of sagas and admin commands use it too, under the same guard."""
 
     def __init__(self, pool: Pool, connection: PoolSession, group: int, gate: str | None) -> None:
         self._pool = pool
@@ -91,7 +91,7 @@ class PostgresClaims:
 
     # ------------------------------------------------------------------------------------------------------ the opening
     async def begin(self, *first: Statement) -> list[list[tuple[Any, ...]]]:
-        """Open the transaction, with these statements behind it: their rows. `claim` does so by itself."""
+        """Open the transaction, send these statements after that, and return their rows. `claim` opens by itself."""
         if self._seal and not first:
             return []
 
@@ -119,12 +119,13 @@ class PostgresClaims:
     async def claim(self, claims: Sequence[Claim], *, state: State = State.COMPLETED) -> list[Found]:
         """Claim all keys with one atomic insert, in order. Keys within one call must differ.
 
-        Never waits for a rival: a key whose claim is not committed is `Mark.BUSY`; `Mark.CLAIMED` is ours to run.
+        Never waits for a rival (another worker): a key whose claim is not committed is `Mark.BUSY`. `Mark.CLAIMED`: the
+        key is ours, and the handler is to run.
         """
         given = {"claims": claimed(claims, await self.scope_ids(claims)), "state": int(state)}
         statement = self._written("claim", given)
-        # One round trip, as a pipeline would be. But psycopg ends a pipeline with a Flush after its Sync, which makes
-        # the server forget idle_in_transaction_session_timeout (J6, J11).
+        # One round trip, as with a pipeline. But psycopg ends a pipeline with a Flush after its Sync, after which the
+        # server no longer enforces idle_in_transaction_session_timeout (J6, J11).
         if not self._seal:
             answers = await self._opened(lambda: self._opening() + b"; " + statement, -2)
         else:
@@ -135,13 +136,13 @@ class PostgresClaims:
         return outcomes(answers[-1], [claim.key for claim in claims])
 
     async def claim_one(self, claim: Claim, state: State) -> Record | None:
-        """None: it is ours, in this state. Raises Contention when a rival holds the key."""
+        """Claim one key. None: it is ours, in this state. Raises Contention when a rival holds the key."""
         return standing((await self.claim([claim], state=state))[0])
 
     async def _opened(self, opening: Callable[[], bytes], at: int) -> list[PGresult]:
-        """Open the transaction: the answers, of which that `at` tells about the session.
+        """Open the transaction and return the answers; the one at index `at` shows the state of the session.
 
-        J25: in one that is not as it was, nothing is done; it is reset, and the transaction opened anew.
+        In a session that was changed nothing is done: it is reset, and the transaction is opened again (J25).
         """
         connection = self._connection
         try:
@@ -161,7 +162,7 @@ class PostgresClaims:
         return answers
 
     def _ours(self, error: psycopg.Error) -> Exception:
-        """What a statement of the engine's own failed with."""
+        """The exception for an error of a statement of the engine."""
         if error.sqlstate == PRUNED:
             self._pool.forget_scopes()
         cause = translate(self._connection, error, ours=True)
@@ -173,7 +174,7 @@ class PostgresClaims:
         self._seal = secrets.token_hex(8)
         statements = self._beginning()
         if self._gate is not None:
-            self._connection.patience = self._pool.longest_answer + PATIENCE  # R20: a group ahead may take its time
+            self._connection.patience = self._pool.longest_answer + PATIENCE  # R20: a group ahead may run that long
             gate = {"gate": zlib.crc32(self._gate.encode()) - 2**31, "gate_timeout": _GATE_TIMEOUT}
             statements.append(self._written("gate", gate))
         mark = {"seal": self._seal, "lock_timeout": self._lock_timeout, "session": self._connection.state}
@@ -187,13 +188,13 @@ class PostgresClaims:
     def _written(self, name: str, params: dict[str, Any]) -> bytes:
         return self._pool.written(self._connection, name, params)
 
-    # --------------------------------------------------------------------------------------------------- what is inside
+    # ------------------------------------------------------------------------------------------------ statements inside
     def rows(self, answer: PGresult) -> list[tuple[Any, ...]]:
-        """What a statement of the engine's own returned (R14)."""
+        """The rows that a statement of the engine returned (R14)."""
         return loaded(self._connection, answer)
 
     async def send(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-        """One more statement of the engine's own in this transaction, and its rows."""
+        """Send one more statement of the engine in this transaction, and return its rows."""
         try:
             cursor = await OwnCursor(self._connection).execute(self._queries[name], params)
             return await cursor.fetchall() if cursor.description else []
@@ -201,19 +202,19 @@ class PostgresClaims:
             raise translate(self._connection, error, ours=True) from error
 
     async def count_attempt(self, claim: Claim, error: str) -> int:
-        """As `PostgresStore.count_attempt`, of a key that is claimed here."""
+        """As `PostgresStore.count_attempt`, for a key that this transaction has claimed."""
         params = {"key": claim.key, "scope": claim.scope, "error": clean(error)}
         return int((await self.send("count_attempt", params))[0][0])
 
     async def write_letter(self, letter: NewDeadLetter, key: bytes | None) -> int:
-        """The id of the letter, which may be one that is counted once more."""
+        """Write a dead letter and return its id. It may be an existing one, which is counted once more."""
         await self.begin()
         ((number,),) = await self.send(*dead_letter(letter, key))
         return int(number)
 
     def tx(self, habits: Habits | None = None) -> PostgresTx:
         self.end()
-        # R20: from here to COMMIT a statement, or a deferred trigger, may take as long as a handler.
+        # R20: from now until COMMIT a statement, or a deferred trigger, may take as long as a handler.
         self._connection.patience = self._pool.longest_answer
         ahead = self._connection.ahead
         if habits is not None:
@@ -234,16 +235,16 @@ class PostgresClaims:
             return
         self.end()
         connection = self._connection
-        now = shared or connection.pooled  # else once it is committed (`Pool.connection`)
+        now = shared or connection.pooled  # else after the commit (`Pool.connection`)
         mark = secrets.token_hex(8)
         if lending.changed:
             statement = self._restoring("restore", mark) if now else self._queries["own_role"]
         else:
             statement = self._restoring("restore_local", mark)
         try:
-            await lending.answered(connection.ahead.seconds)  # J26: they are the handler's
+            await lending.answered(connection.ahead.seconds)  # J26: these are the handler's pipelined statements
             connection.ahead.check()
-            connection.patience = min(connection.patience, PATIENCE)  # R20
+            connection.patience = min(connection.patience, PATIENCE)  # R20: no statement of the handler runs now
             await connection.simple(statement)
         except psycopg.Error as error:
             raise await self._whose(error, [statement]) from error
@@ -260,7 +261,7 @@ class PostgresClaims:
         return self._kept(name, mark) + self._connection.again
 
     def _kept(self, name: str, mark: str = "") -> bytes:
-        """A statement that leaves the transaction marked, with `mark` or as it was, and its lock time-out in place."""
+        """A statement that keeps the seal, or sets it to `mark`, and keeps the lock timeout."""
         marks = {"seal": self._seal, "mark": mark or self._seal}
         return self._written(name, marks | {"lock_timeout": self._lock_timeout})
 
@@ -283,9 +284,9 @@ class PostgresClaims:
     ) -> int:
         """Store results, delete the attempt rows of `forget`, seal and COMMIT, as one act.
 
-        `failed` is a message that failed behind these, and its error: one attempt of it is counted in the same commit.
-        Returns how many it has now, else 0. `logged` goes into the delivery log, in this commit; if the log cannot be
-        written, all else is committed without it (O22). `more` are sent with it, and so is `last`, which seals, and
+        `failed`: a message that failed after these, and its error. One attempt of it is counted in the same commit, and
+        its attempts so far are returned, else 0. `logged` goes into the delivery log, in this commit; if the log cannot
+        be written, all else is committed without it (O22). `more` are sent with it, and so is `last`, which seals, and
         whose value is returned.
 
         Runs to its end even when the caller is cancelled, then re-raises the cancellation. Raises GuardViolated when
@@ -321,14 +322,15 @@ class PostgresClaims:
                 return int(answers[-2].get_value(0, 0) or 0)
             return 0 if failed is None else int(answers[len(more)].get_value(0, 0) or 0)
 
-        # J4: a connection that is given back busy would commit later.
+        # J4: a connection that goes back to the pool in use would commit later.
         return await uninterrupted(complete(), hurry=connection.hurry)
 
     async def commit(self, statements: Sequence[Statement]) -> list[PGresult]:
-        """A whole transaction in one message: none of a user's code runs in it, so it is sealed as it opens. Raises as
+        """A whole transaction in one round trip: no user code runs in it, so it is sealed as it opens. Raises as
         `complete`.
 
-        Behind a pooler BEGIN goes first: who asks what a COMMIT waits for has to know its process (R23).
+        Behind a pooler BEGIN goes first: to query what a COMMIT waits for, the session's process id must be known
+        (R23).
         """
         connection = self._connection
         if connection.pooled:
@@ -351,8 +353,8 @@ class PostgresClaims:
         return await uninterrupted(commit(), hurry=connection.hurry)  # J4: as in `complete`
 
     async def _committed(self, message: Callable[[], list[bytes]], *, again: bool = False) -> list[PGresult]:
-        """`message` ends with COMMIT. `again`: it begins with BEGIN, and if a changed session refuses it, it is
-        sent once more after a reset (J25)."""
+        """Send `message`, which ends with COMMIT. `again`: it begins with BEGIN, and if it is refused because the
+        session was changed, it is sent once more after a reset (J25)."""
         connection = self._connection
         connection.slow_commit = self._pool.slow_commits.add
         try:
@@ -371,15 +373,16 @@ class PostgresClaims:
             raise await self._whose(error, message()[:-1]) from error
         finally:
             connection.slow_commit = None
-        # Postgres answers COMMIT of a failed transaction with ROLLBACK, and no error (J9).
+        # Postgres answers the COMMIT of a failed transaction with ROLLBACK, and without an error (J9).
         if (tag := answers[-1].command_status) != b"COMMIT":
             raise GuardViolated(f"COMMIT was answered by {tag!r}: the transaction had failed before")
         self.committed = True
         return answers
 
     async def _whose(self, error: psycopg.Error, statements: Sequence[bytes]) -> Exception:
-        """What these statements of the engine's failed with. A user's code that came before may be why: its deferred
-        triggers, what it did to our tables. But what is not as it was for us fails in a transaction without it, too."""
+        """The exception for an error of these statements of the engine. User code that ran before may be at fault: its
+        deferred triggers, or its changes of our tables. To tell, the statements are sent in a transaction without user
+        code: if they fail there too, our tables are not as they should be."""
         connection = self._connection
         if not self._lending.runs:
             return self._ours(error)
@@ -394,7 +397,7 @@ class PostgresClaims:
                 return self._ours(again)
             met_lately = self._pool.missed_at >= self._began - _LATELY
             if met_lately and isinstance(ours := translate(connection, error, ours=True), StoreChanged):
-                return ours  # others have met it, too, and it is back by now
+                return ours  # other transactions have met the same problem lately, and it is mended by now
         return cause
 
     async def _reset(self) -> None:

@@ -1,4 +1,4 @@
-"""What is stored, as the columns of statements, and back: claims, results at rest, dead letters, the delivery log."""
+"""Stored values as the columns of statements, and back: claims, stored results, dead letters, the delivery log."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from idemconsumer.stores.literals import clean, rows_text
 
 T = TypeVar("T")
 
-Statement = tuple[str, dict[str, Any]]  # of the engine's own: its name, and its parameters
+Statement = tuple[str, dict[str, Any]]  # a statement of the engine: its name and its parameters
 
 _HEADERS: Final = msgspec.json.Decoder(tuple[tuple[str, str], ...])
-_LONGEST: Final = 20 * 86_400.0  # seconds, whose milliseconds are an integer of the database
+_LONGEST: Final = 20 * 86_400.0  # seconds; as milliseconds, they fit into an integer of the database
 
 
 @dataclass(frozen=True, slots=True)
 class NextAttempt:
     """The next attempt of a message, `after` seconds from now, from `queue` (D18).
 
-    `attempts` have failed so far; with `error` one more is counted in the same commit. `own_id` is the message's id at
-    its own broker. `row`: id and delivery token of the row of `queue` that it came from, which this one replaces.
-    `letter`: the dead letter that it was redriven from.
+    `attempts`: how many have failed so far; with `error` one more is counted in the same commit. `own_id`: the
+    message's id at its own broker. `row`: id and delivery token of the row in `queue` that this one replaces, if the
+    message came from there. `letter`: the dead letter that it was redriven from.
     """
 
     queue: str
@@ -47,13 +47,13 @@ class NextAttempt:
 
 @dataclass(frozen=True, slots=True)
 class NewDeadLetter:
-    """A message put aside for a person. A second arrival with the same `identity` is counted instead of added, and so
-    is one with `again`, if there is a letter with that `content` (R24).
+    """A message that becomes a dead letter. A second arrival with the same `identity` is counted, not added. So is an
+    arrival with `again`, if there is a dead letter with that `content` (R24).
 
-    `body` and `headers` may be the beginning only; `body_size` and `body_sha256` are of the whole. `delivered` is what
-    else the broker gave (`message.delivered`). `letter`: it was redriven from this one, which is written again (O3).
-    `traceback`: of the exception that `error` describes, if one does.
-    `forward`: where it is sent as well, under an id that begins with the name of the `app` (O19).
+    `body` and `headers` may be only the beginning; `body_size` and `body_sha256` are those of the whole. `delivered`:
+    the broker's other data (`message.delivered`). `letter`: the dead letter that it was redriven from, which is written
+    again (O3). `traceback`: of the exception that `error` describes, if there is one.
+    `forward`: where it is sent too, under an id that begins with the name of the `app` (O19).
     """
 
     identity: bytes
@@ -79,10 +79,10 @@ class NewDeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class LoggedDeliveries:
-    """A row of the delivery log, of one handler and kept for `keep` seconds (O22): what became of each delivery, the
-    attempt that it was, and when it ended and when it had arrived here, as `time.monotonic` has it.
+    """A row of the delivery log, of one handler and kept for `keep` seconds (O22): for each delivery its outcome, its
+    attempt, when it ended, and when it arrived in this process, as times of `time.monotonic`.
 
-    One element of `sources`, `outcomes`, `attempts` or `ended` stands for all."""
+    A single element in `sources`, `outcomes`, `attempts` or `ended` stands for all."""
 
     keep: float
     app: str
@@ -99,7 +99,7 @@ class LoggedDeliveries:
 
 # ------------------------------------------------------------------------------------------------------------ claims
 def claimed(claims: Sequence[Claim], scopes: Sequence[int | None]) -> str:
-    """The parameter of each statement that claims: an array of the type `claim`."""
+    """The parameter of each claiming statement: an array of the type `claim`."""
     return rows_text(map(Claim.row, claims, scopes))
 
 
@@ -117,7 +117,7 @@ def stored_columns(results: Sequence[StoredResult]) -> dict[str, Any]:
 
 
 def stored_row(result: StoredResult | None) -> dict[str, Any]:
-    """What ends a saga."""
+    """The columns of a saga's final result."""
     if result is None:
         return dict.fromkeys(("result", "content_type", "status", "sent"))
     sent = _written(result)
@@ -125,7 +125,8 @@ def stored_row(result: StoredResult | None) -> dict[str, Any]:
 
 
 def kept_row(result: StoredResult) -> dict[str, Any]:
-    """As `stored_row`. Raises CannotKeep for what Postgres has no column for, before anything is sent."""
+    """As `stored_row`. Raises CannotKeep, before anything is sent, for a response that no column of Postgres can
+    hold."""
     try:
         row = stored_row(result)
         result.content_type.encode()
@@ -137,7 +138,7 @@ def kept_row(result: StoredResult) -> dict[str, Any]:
 
 
 def read_result(body: bytes | None, kind: str, status: int | None, headers: bytes | None) -> StoredResult | None:
-    """The inverse; `kind` is the content type. Raises msgspec.MsgspecError for headers that are none."""
+    """The inverse; `kind` is the content type. Raises msgspec.MsgspecError for invalid headers."""
     if body is None:
         return None
     return StoredResult(body, kind, status, () if headers is None else _HEADERS.decode(headers))
@@ -156,7 +157,7 @@ def dead_letter(letter: NewDeadLetter, key: bytes | None) -> Statement:
 
 
 def columns_of(logged: LoggedDeliveries) -> dict[str, Any]:
-    """A row of the delivery log, all as text, which is written into a statement ten times as fast as arrays are."""
+    """A row of the delivery log, all as text, which is formatted into a statement ten times as fast as arrays."""
     now = time.monotonic()
     return {
         "keep": logged.keep,
@@ -174,7 +175,7 @@ def columns_of(logged: LoggedDeliveries) -> dict[str, Any]:
 
 
 def first_bytes(key: bytes) -> int:
-    """What the log has of a stored key."""
+    """The part of a stored key that the delivery log has."""
     return int.from_bytes(key[:8], signed=True)
 
 

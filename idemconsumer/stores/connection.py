@@ -1,12 +1,12 @@
-"""A psycopg connection that waits for the server with less work of its own.
+"""A psycopg connection that waits for the server at less cost.
 
-psycopg registers the socket with the event loop for each wait, with a timer beside it, and takes it out again. A group
-waits once for each statement of its handlers, and that was a fifth of all client CPU. Here the socket stays registered
-from the first wait until it is closed, in the pool too, and what has arrived is read in the loop's callback; the caller
-wakes up once the answer is whole. Whatever is not a plain wait for an answer goes psycopg's own way.
+For each wait psycopg registers the socket with the event loop, together with a timer, and removes both afterwards. A
+group waits once for each statement of its handlers, and that was a fifth of all client CPU. Here the socket stays
+registered from the first wait until it is closed, also while the connection is in the pool. Arriving data is read in
+the loop's callback, and the caller wakes up once the answer is complete. Any other wait is done as psycopg does it.
 
-The deadline of an answer (R20) costs a message nothing: one timer a connection looks once a second how long the same
-answer has been waited for. It ends when it finds that none is.
+The deadline of an answer (R20) costs nothing per message: one timer for each connection checks once a second for how
+long the same answer has been waited for. The timer ends when it fires while no answer is waited for.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from idemconsumer.user_code.cancellation import from_cancellation
 
 RV = TypeVar("RV")
 
-_LOOK_OUT = 1.0  # seconds between two looks for an answer that is late, and for an error that the loop does not report
-_CANCEL_SECONDS = 5.0  # for the server to end a statement that was cancelled; psycopg's own bound for asking it to
-_SLOW_COMMIT = 5.0  # seconds after which it is asked what a COMMIT waits for (R23)
-_READING = int(Wait.R)  # its compiled generators yield plain numbers
+_LOOK_OUT = 1.0  # seconds between two checks for a late answer, and for an error that the loop does not report
+_CANCEL_SECONDS = 5.0  # for the server to end a cancelled statement; psycopg's own limit for the cancel request
+_SLOW_COMMIT = 5.0  # seconds after which a query is made for what a COMMIT waits for (R23)
+_READING = int(Wait.R)  # psycopg's compiled generators yield plain numbers
 
 
 class Connection(AnsweringConnection[Any]):
-    """`unwatch` must be called as soon as the socket is closed, which libpq may do too: one that is registered then
-    would shadow the next one with its number."""
+    """Call `unwatch` as soon as the socket is closed, which libpq may do too. A closed socket that is still
+    registered would shadow the next one with its number."""
 
     made = 0.0  # time.monotonic()
     schema = ""  # ours
-    barred = False  # nothing more is sent
-    crashed_beside = False  # the server said that it ends this session because another one has crashed
+    barred = False  # no statement may be sent any more
+    crashed_beside = False  # the server reported that it ends this session because another one has crashed
     _at_once = False  # the last exchange ended without a wait
-    changed = False  # a handler may have changed the session: it is reset before anybody else has it (J21)
+    changed = False  # a handler may have changed the session: it is reset before its next use (J21)
     _arrivals: select.poll | None = None
     _watched: int | None = None
     _lookout: asyncio.TimerHandle | None = None
     _answer: Exchange[Any] | None = None
     _waiter: asyncio.Future[Any] | None = None
-    _seen: asyncio.Future[Any] | None = None  # what was waited for at the last look; its time begins with the first
-    slow_commit: Callable[[Connection], None] | None = None  # set during COMMIT: told when it takes long
+    _seen: asyncio.Future[Any] | None = None  # the wait at the last check; its time begins with the first check
+    slow_commit: Callable[[Connection], None] | None = None  # set during COMMIT, and called when it takes long
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -65,8 +65,8 @@ class Connection(AnsweringConnection[Any]):
 
     @property
     def idle(self) -> bool:
-        """Whether the server has answered all that it was sent, and has no transaction open. In a pipeline libpq cannot
-        tell: what has no Sync behind it is a transaction there, and none here."""
+        """Whether the server has answered everything, and no transaction is open. In pipeline mode libpq cannot tell:
+        the server counts statements without a Sync as a transaction, libpq does not. So it is never idle then."""
         idle = self.pgconn.transaction_status == TransactionStatus.IDLE
         return idle and self.pgconn.pipeline_status == PipelineStatus.OFF
 
@@ -75,7 +75,7 @@ class Connection(AnsweringConnection[Any]):
             self.crashed_beside = True
 
     async def simple(self, statements: bytes) -> list[PGresult]:
-        """Several statements as one simple query, and their results. psycopg's cursors take twice as long for that."""
+        """Send several statements as one simple query; returns their results. psycopg's cursors take twice as long."""
         await self._turn()
         try:
             return await self.wait(self._simple(statements))
@@ -83,7 +83,7 @@ class Connection(AnsweringConnection[Any]):
             self.lock.release()
 
     async def last(self, statements: Sequence[bytes]) -> list[PGresult]:
-        """As `simple`, each by itself; in one flight with what was sent ahead, and behind it."""
+        """As `simple`, one statement each; pipelined behind those that are in flight, in the same round trip."""
         ours = [(Sent(), statement) for statement in statements]
         await self._turn()
         try:
@@ -99,7 +99,7 @@ class Connection(AnsweringConnection[Any]):
         except psycopg.Error:
             if not timer.expired():
                 raise
-        if timer.expired():  # too late: it has met COMMIT, which then does not wait for a standby (R22)
+        if timer.expired():  # the cancel request has hit COMMIT, which then does not wait for a standby (R22)
             await self.close()
             raise psycopg.OperationalError("cancelled while it was committed, connection closed")
         results = [sent.result for sent, _ in ours if sent.result is not None]
@@ -107,7 +107,7 @@ class Connection(AnsweringConnection[Any]):
         return results
 
     async def answered(self, own: Sent | None = None) -> None:
-        """Wait for the answers to all that was sent ahead. Raises RunEagerly; the error of `own` as it is."""
+        """Wait for the answers to all pipelined statements. Raises RunEagerly, or the error of `own` as it is."""
         await self._turn()
         try:
             await self._answered(own)
@@ -133,7 +133,7 @@ class Connection(AnsweringConnection[Any]):
             self.lock.release()
 
     def _rolled_back(self) -> Exchange[None]:
-        """As psycopg's, which sends DEALLOCATE ALL in an exchange of its own (J12)."""
+        """Roll back. psycopg's own rollback sends DEALLOCATE ALL in a second round trip (J12)."""
         own = self._pipeline is None and not self._num_transactions and self._tpc is None
         if not own or self.pgconn.transaction_status == TransactionStatus.IDLE or not self.statements.forget():
             yield from self._rollback_gen()
@@ -145,7 +145,7 @@ class Connection(AnsweringConnection[Any]):
         return self._awaited_turn() if self.lock.locked() else self.lock.acquire()
 
     async def _awaited_turn(self) -> None:
-        """Who has the lock may be waiting for nothing, as a `stream()` that was left open does (R20)."""
+        """Wait for the lock, but not for ever: its owner may be idle, as a `stream()` that was left open is (R20)."""
         now = asyncio.get_running_loop().time
         begun = now()
         while (until := max(begun, self._since) + self.patience) > now():
@@ -166,7 +166,7 @@ class Connection(AnsweringConnection[Any]):
         return results
 
     async def wait(self, gen: Exchange[RV], interval: float = INTERVAL, timeout: float | None = None) -> RV:
-        """See `psycopg.AsyncConnection.wait`. What was sent ahead is answered first."""
+        """See `psycopg.AsyncConnection.wait`. First waits for the answers to pipelined statements."""
         if self.barred:
             raise psycopg.OperationalError("the connection is about to be closed")
         if self.ahead.on:
@@ -177,7 +177,9 @@ class Connection(AnsweringConnection[Any]):
         if timeout is not None:
             self.unwatch()
             return await super().wait(gen, interval, timeout)
-        if self._at_once:  # never behind it: what is done would be cut off, and a pipeline be entered and never left
+        if self._at_once:
+            # Before the next exchange, not after it: there a cancellation would cut off an exchange that is done, and
+            # could leave the connection in pipeline mode for ever.
             self._at_once = False
             await psycopg.AsyncConnection.wait(self, nothing(), interval)
         try:
@@ -199,16 +201,16 @@ class Connection(AnsweringConnection[Any]):
             state = value
 
     async def _answer_of(self, gen: Exchange[Any], interval: float) -> Any:
-        """As `_read`, and what follows if that is cut off or fails."""
+        """As `_read`, and handles its cancellation and its errors."""
         try:
             return await self._read(gen)
         except asyncio.CancelledError:
-            # psycopg cancels the statement on the server, waits for its end and raises this again.
+            # psycopg cancels the statement on the server, waits for its end and raises the cancellation again.
             self.unwatch()
             ending = psycopg.AsyncConnection.wait(self, _Cancelled(gen), interval)
             return await self._cancelled(self.ended_within(_CANCEL_SECONDS, ending))
         except psycopg.OperationalError as error:
-            if self.crashed_beside:  # B13: a warning said so, and psycopg raises only what came after it
+            if self.crashed_beside:  # B13: a warning reported it; psycopg raises only the error that followed
                 raise CrashShutdown("another session of the server crashed, and ended this one") from error
             if not self.silent:
                 raise
@@ -216,8 +218,9 @@ class Connection(AnsweringConnection[Any]):
             raise silence(self.patience) from error
 
     async def _cancelled(self, exchange: Awaitable[RV]) -> RV:
-        """An exchange that is cancelled, or may be. If its connection ends then, nothing was answered to it or to its
-        cancellation: the server was silent, whoever ended it (R20). So does a server whose own answer was lost."""
+        """Await an exchange that may be cancelled. If the connection ends meanwhile, the server answered neither the
+        statement nor the cancel request: it counts as silent, whichever side closed the connection (R20). So does a
+        server whose own answer was lost."""
         try:
             return await exchange
         except (asyncio.CancelledError, psycopg.OperationalError) as error:
@@ -226,16 +229,16 @@ class Connection(AnsweringConnection[Any]):
             raise
 
     def hurry(self) -> None:
-        """Somebody wants to leave: the answer that is under way has only a few seconds left (J24)."""
+        """The caller wants to stop: the answer in progress gets only a few more seconds (J24)."""
         self.patience = min(self.patience, _CANCEL_SECONDS)
 
     def heard(self) -> None:
-        """The server did a part of its work, or says why not: its time begins anew, unless somebody wants to leave."""
+        """The server has made progress, or reported why not: its time begins anew, unless `hurry` was called."""
         if self.patience > _CANCEL_SECONDS:
             self._since = asyncio.get_running_loop().time()
 
     def _read(self, answer: Exchange[Any]) -> asyncio.Future[Any]:
-        """Done when the answer is whole: (True, what it returned), or (False, what else it has to wait for)."""
+        """Done when the answer is complete, as (True, its value), or when it needs another wait, as (False, which)."""
         self._watch()
         self._answer, self._waiter = answer, asyncio.get_running_loop().create_future()
         return self._waiter
@@ -248,10 +251,10 @@ class Connection(AnsweringConnection[Any]):
             self._lookout = asyncio.get_running_loop().call_later(_LOOK_OUT, self._look_out)
 
     def _look_out(self) -> None:
-        """How long has the same answer been waited for? Loops read sockets before they call timers, so that one which
-        stood still does not take that for silence.
+        """Check for how long the same answer has been waited for. An event loop reads sockets before it runs timers, so
+        a loop that was blocked does not mistake that for a silent server.
 
-        And for uvloop: after an error of a socket libuv stops polling it for good, and calls no reader (uv__poll_io).
+        Also for uvloop: after an error on a socket libuv stops polling it for good, and calls no reader (uv__poll_io).
         """
         self._lookout = None
         if self._watched is None or self._waiter is None:
@@ -259,7 +262,7 @@ class Connection(AnsweringConnection[Any]):
         loop = asyncio.get_running_loop()
         self._lookout = loop.call_later(_LOOK_OUT, self._look_out)
         poll = select.poll()
-        poll.register(self._watched, 0)  # errors and the end are reported without being asked for
+        poll.register(self._watched, 0)  # errors and hang-ups are reported without being requested
         if poll.poll(0):
             self._readable()
         elif self._waiter is not self._seen:
@@ -273,7 +276,7 @@ class Connection(AnsweringConnection[Any]):
 
     def _readable(self) -> None:
         waiter, answer = self._waiter, self._answer
-        if waiter is None or answer is None or waiter.done():  # no statement waits: a notice, or the end
+        if waiter is None or answer is None or waiter.done():  # no statement waits: a notice, or the session's end
             self.unwatch()
             return
         try:
@@ -290,19 +293,19 @@ class Connection(AnsweringConnection[Any]):
                 self.unwatch()
 
     def look(self) -> None:
-        """Read what has arrived, though no statement waits for an answer: it may be the end of the session."""
+        """Read the data that has arrived although no statement waits: it may report the end of the session."""
         try:
             if self._arrivals is None:
                 self._arrivals = select.poll()
                 self._arrivals.register(self.pgconn.socket, select.POLLIN)
-            if self._arrivals.poll(0):  # most often nothing has: one call of the system instead of two
-                for _ in range(2):  # its last words, and the end
+            if self._arrivals.poll(0):  # usually there is none: then this is one system call instead of two
+                for _ in range(2):  # the server's last message, and the end
                     self.pgconn.consume_input()
         except psycopg.OperationalError:
             self.unwatch()
 
     def unwatch(self) -> None:
-        """Take the socket out of the event loop; the next wait puts it back."""
+        """Remove the socket from the event loop; the next wait adds it again."""
         if self._watched is not None:
             asyncio.get_running_loop().remove_reader(self._watched)
             self._watched = None
@@ -311,12 +314,12 @@ class Connection(AnsweringConnection[Any]):
             self._lookout = None
 
     def cut(self) -> None:
-        """Shut the socket down: nothing more reaches the server, and whoever waits for it reads the end."""
+        """Shut the socket down: nothing more reaches the server, and each reader of the socket reads its end."""
         if not self.closed:
             cut(self.pgconn.socket)
 
     async def close(self) -> None:
-        """See `psycopg.AsyncConnection.close`. Whoever waits for an answer is told."""
+        """See `psycopg.AsyncConnection.close`. A task that waits for an answer gets an error."""
         self.unwatch()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(psycopg.OperationalError("the connection is closed"))
@@ -324,15 +327,16 @@ class Connection(AnsweringConnection[Any]):
 
 
 def nothing() -> Exchange[None]:
-    """Ended without a wait. psycopg then sees to it that the loop is not starved, as by a long COPY."""
+    """An exchange that ends without a wait. psycopg then yields to the loop, so that it is not starved, as by a long
+    COPY."""
     return
     yield
 
 
 def _taken(answer: Exchange[Any], state: Wait, heard: Callable[[], None]) -> Exchange[tuple[bool, Any]]:
-    """Ends once nothing is left but to read: (False, the state), or (True, what it returned) if it ends itself.
+    """Ends once only reading is left: (False, the state), or (True, the value) if the answer ends itself.
 
-    psycopg goes on with one that was cut off, to read the answer to that: so it is gone on with to its end.
+    After a cancellation psycopg continues a generator to read the answer to that, so this one then runs to its end.
     """
     cut_off = False
     while state != _READING or cut_off:
@@ -341,14 +345,14 @@ def _taken(answer: Exchange[Any], state: Wait, heard: Callable[[], None]) -> Exc
         elif ready:
             heard()
         try:
-            state = answer.send(ready or 0)  # psycopg's compiled one takes no None
+            state = answer.send(ready or 0)  # psycopg's compiled generator accepts no None
         except StopIteration as end:
             return True, end.value
     return False, state
 
 
 class _Cancelled(Generator[Wait, Ready | int, Any]):
-    """Raises the cancellation at its first step, as if it had come there, and then goes on."""
+    """Raises the cancellation at its first step, as if it had happened there, and then continues the answer."""
 
     def __init__(self, answer: Exchange[Any]) -> None:
         self._answer = answer

@@ -1,5 +1,5 @@
-"""From an act of ours that has decided nothing yet to what it comes to: the answer to its COMMIT was lost (J4), or a
-rival has its key (J5). The one place that answers either."""
+"""Repeats an act of ours until it is decided: the answer to its COMMIT was lost (J4), or a rival (another worker) holds
+its key (J5). The one place that handles either."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FIRST: Final = 0.05  # seconds until a rival's key is claimed again; doubled up to
+_FIRST: Final = 0.05  # seconds until a rival's key is claimed again; doubled each time, up to
 _LONGEST: Final = 1.0
 
 
 def contended(met: object) -> bool:
-    """For `busy`, of an act that raises when a rival has its key."""
+    """For `busy`, with an act that raises Contention when a rival holds its key."""
     return isinstance(met, Contention)
 
 
@@ -33,36 +33,37 @@ async def decided(
     within: float | None = None,
     asking: tuple[type[Exception], ...] = (Exception,),
 ) -> T:
-    """What `act` comes to, done again for as long as nothing is decided. Raises what it raises.
+    """Repeat `act` until something is decided. Returns its result; raises what it raises.
 
-    Where the answer to its COMMIT was lost it is done again at once, and asks its record thereby: it claims its key, or
-    writes behind a token, and so it finds what is committed. `ask` is called before, and may have the answer already.
+    If the answer to its COMMIT was lost, it is repeated at once. That also reads what was committed, since the act
+    claims its key, or writes under a token. `ask` is called first, and may know the answer already.
 
-    Without `within` the caller can ask at any later time, so whatever else is raised is raised as it is. With it
-    somebody waits to be told: what is not known so many seconds after the first loss is CommitUnknown, and so is what
-    an error of `asking` prevents from being known, since that does not say that nothing is stored.
+    Without `within` the caller can ask again at any later time, so any other error is raised as it is. With `within` a
+    caller waits for the answer. Then CommitUnknown is raised if the answer is not known that many seconds after the
+    first loss, or if an error of the types `asking` prevents that, since such an error does not mean that nothing is
+    stored.
 
-    `busy` says of what `act` returned or raised whether a rival has the key. It is done again until that has ended, for
-    `wait` seconds at most; then that is what it comes to.
+    `busy` says whether a result or an error of `act` means that a rival holds the key. Then it is repeated until the
+    rival has ended, for `wait` seconds at most; after that the result or error stands.
     """
     clock = asyncio.get_running_loop().time
     until, told_by = clock() + wait, math.inf
     doubt: CommitUnknown | None = None
 
     async def known() -> T | Exception:
-        """An error is one that is `busy`."""
+        """The result; an error is returned only if it is `busy`."""
         nonlocal until, told_by, doubt
         while True:
             try:
                 return await act()
             except CommitUnknown as lost:
-                if lost.by_function or clock() >= told_by:  # a function's own says nothing about our store (B12)
+                if lost.by_function or clock() >= told_by:  # B12: a function's own error says nothing about our store
                     raise
                 if within is not None:
-                    if doubt is None:  # only from now on: it may have taken long to notice the loss
+                    if doubt is None:  # counted from now on: the loss may have been noticed late
                         told_by = clock() + within
                         until = max(until, told_by)
-                    else:  # what ends the connection each time does so at once, perhaps
+                    else:  # perhaps it ends the connection each time, and does so at once
                         await asyncio.sleep(_FIRST)
                     doubt = lost
                 if ask is not None and (answer := await ask(lost)) is not None:
@@ -76,7 +77,7 @@ async def decided(
 
     met = await known()
     if busy(met) and clock() < until:
-        # Imported by the first that waits (P10).
+        # Imported only by a process that waits (P10: start quickly).
         from tenacity import AsyncRetrying, retry_if_result, wait_exponential, wait_random
 
         pauses = wait_exponential(multiplier=_FIRST, max=_LONGEST) + wait_random(0, _FIRST)

@@ -1,7 +1,8 @@
-"""Which rights each kind of role needs, as the statements that grant them; nothing here runs one.
+"""Which rights each kind of role needs, as the statements that grant them; nothing here runs a statement.
 
-A worker changes rows of each table, and which ones is for each version to say: with exactly these rights the version
-before still starts. The other roles have what their statements touch, column by column where a table holds messages.
+A worker changes rows of every table, and each version decides which ones: with exactly these rights the previous
+version still starts. The other roles have the rights that their statements need, column by column where a table holds
+messages.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from idemconsumer.stores.migrations import names
 
 _MESSAGE: Final = "name, message_id, body, headers"
 _EVERY: Final[tuple[LiteralString, ...]] = ("SELECT", "INSERT", "UPDATE", "DELETE")
-# Of a request: its claim, which deletes what has expired, its lease and its answer. A person's decision leaves a trace.
+# For a request: its claim, which deletes expired records, its lease and its answer. A person's decision is audited.
 _REQUESTS: Final[Mapping[LiteralString, tuple[LiteralString, ...]]] = {
     "record": _EVERY,
     "result": _EVERY,
@@ -30,8 +31,9 @@ _OF_REQUESTS: Final = (
     *("accept", "claim", "prepare_claim", "shown_as", "recorded", "claim_request", "complete_request", "use_scopes"),
     *("seal", "open_sealed", "sequences_behind"),
 )
-# H56. Beside `_PURGE`: a process that ends leaves no lease, what is personal of a key is forgotten, and of what was
-# accepted it is told when. To store that there is a function with the rights of its owner (migrations/0002).
+# H56: what the front door needs besides `_PURGE`. A process that ends deletes its lease, personal data of a key is
+# deleted on request, and for accepted work the time is read. It is stored by a function with its owner's rights
+# (migrations/0002).
 _FRONT_DOOR: Final[tuple[LiteralString, ...]] = (
     *(f"GRANT {', '.join(rights)} ON {{schema}}.{table} TO {{role}}" for table, rights in _REQUESTS.items()),
     "GRANT SELECT ON {schema}.migration TO {role}",
@@ -62,8 +64,8 @@ _WORKER: Final[tuple[LiteralString, ...]] = (
     f"{_LATER}USAGE ON SEQUENCES TO {{role}}",
     f"{_LATER}EXECUTE ON FUNCTIONS TO {{role}}",
 )
-# INSERT … RETURNING id reads the id, and nothing else of what others have sent. A signal is stored by a function with
-# the rights of its owner (migrations/0005), since it has to look at the record.
+# INSERT … RETURNING id reads the id, and nothing else that others have sent. A signal is stored by a function with its
+# owner's rights (migrations/0005), since that has to read the record.
 _PRODUCER: Final[tuple[LiteralString, ...]] = (
     f"GRANT INSERT ({_MESSAGE}), SELECT (id) ON {{schema}}.queue TO {{role}}",
     f"GRANT INSERT ({_MESSAGE}, due_at), SELECT (id) ON {{schema}}.delayed TO {{role}}",
@@ -79,7 +81,7 @@ _READER: Final[tuple[LiteralString, ...]] = (
     "GRANT EXECUTE ON FUNCTION {schema}.saga_key(text, text, text, text), {schema}.low_water_of(text, text), "
     "{schema}.recorded(bytea[], bytea[]) TO {role}",
 )
-# What is to be emptied is measured first, so the messages of dead letters can be read; those of sagas cannot.
+# Tables are measured before they are emptied, so the messages of dead letters can be read; those of sagas cannot.
 _PURGE: Final[tuple[LiteralString, ...]] = (
     "GRANT SELECT, DELETE ON {schema}.record, {schema}.attempt, {schema}.schedule TO {role}",
     "GRANT SELECT ON {schema}.dead_retention TO {role}",
@@ -111,7 +113,8 @@ Kind = Literal["worker", "front-door"]
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """What a process cannot start without, tables each with a right; and the statements that grant all it uses."""
+    """The rights without which a process cannot start (each table with a right), and the statements that grant all
+    rights that it uses."""
 
     tables: Sequence[tuple[str, str]]
     sequences: Sequence[str]
@@ -120,7 +123,7 @@ class Needed:
 
 
 def needed(kind: Kind) -> Needed:
-    """By a process of that kind."""
+    """The rights for a process of that kind."""
     if kind == "worker":
         every = [(table, right) for table in names("table") for right in _EVERY]
         return Needed(every, names("sequence"), names("function"), worker)
@@ -129,7 +132,7 @@ def needed(kind: Kind) -> Needed:
 
 
 def worker(schema: str, role: str) -> list[str]:
-    """For one that runs handlers. Also on what later migrations make, if the role that migrates runs these."""
+    """For a process that runs handlers. Covers objects of later migrations too, if the migrating role runs these."""
     tables, sequences = (
         sql.SQL(", ").join(sql.Identifier(schema, name) for name in each)
         for each in (names("table"), names("sequence"))
@@ -138,23 +141,24 @@ def worker(schema: str, role: str) -> list[str]:
 
 
 def producer(schema: str, role: str) -> list[str]:
-    """For one that publishes to Postgres queues and into the outbox, starts sagas and sends signals, and reads none
-    of them."""
+    """For a process that publishes to Postgres queues and into the outbox, starts sagas and sends signals, and reads
+    none of them."""
     return _all(_PRODUCER, schema, role)
 
 
 def reader(schema: str, role: str) -> list[str]:
-    """For people who look: at everything that is stored, messages and results too. It changes nothing."""
+    """For people who may read everything that is stored, messages and results too. It changes nothing."""
     return _all(_READER, schema, role)
 
 
 def front_door(schema: str, role: str) -> list[str]:
-    """For web processes that answer requests, and for `prune` and `keys forget` beside them. It runs no handler."""
+    """For web processes that answer requests, and for `prune` and `keys forget` with the same role. It runs no
+    handler."""
     return _all((*_FRONT_DOOR, *_PURGE), schema, role)
 
 
 def purge(schema: str, role: str) -> list[str]:
-    """For `prune`, where not the workers' role is to run it."""
+    """For `prune`, if a role other than the workers' is to run it."""
     return _all(_PURGE, schema, role)
 
 

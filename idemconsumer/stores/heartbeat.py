@@ -1,10 +1,10 @@
 """The lease of this process: one row, renewed by a thread, so that a step that blocks the loop does not lose its
 sagas.
 
-The lease is lost when the row can no longer be renewed, or when its time is over, counted from just before the last
+The lease is lost when the row cannot be renewed any more, or when its time is over, counted from just before the last
 successful renewal. The clock is CLOCK_BOOTTIME, which keeps running while the machine is suspended. Then every saga is
-cancelled and the process registers a new lease: by then the fence has ended whatever it held, whether the process knew
-or not (L5).
+cancelled and the process registers a new lease: by then the fence has ended the old lease's ownership of all sagas,
+whether this process knew it or not (L5).
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from idemconsumer.stores.leased_saga import Runs
 from idemconsumer.user_code.place import place
 
 _Connection = BlockingConnection[Any]
-_AGAIN: Final = 1.0  # seconds after a renewal that failed
-_STATEMENTS: Final = 60.0  # seconds that a step's statements may take beside its function, and what follows it (R20)
+_AGAIN: Final = 1.0  # seconds until the next renewal after a failed one
+_STATEMENTS: Final = 60.0  # seconds that a step's statements may take besides its function, and the work after it (R20)
 _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class Heartbeat:
-    """`worker` is the id of the lease. Renewal stops while the loop has not ticked for `patience` seconds, or while the
-    sagas that run have not got on for twice that and a minute. It ends with `stop`, which ends the lease too, or when
-    the loop is closed or cancels what runs in it, which leaves the lease to its time (H15).
+    """`worker` is the id of the lease. Renewal stops while the event loop has not ticked for `patience` seconds, or
+    while the running sagas have made no progress for twice that and a minute. It ends with `stop`, which ends the lease
+    too. It also ends when the loop is closed or cancels its tasks; then the lease runs out by itself (H15).
 
-    `stuck` is called, in the thread, with the place where the loop is, once it has stood still for so long that the
-    lease is over too: nothing else can end this worker. `left_open` is called when the loop ends without `stop`.
+    `stuck` is called, in the thread, with the current place of the loop's code, once the loop has been blocked for so
+    long that the lease is over too: nothing else can end this worker. `left_open` is called when the loop ends without
+    `stop`.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Heartbeat:
         stuck: Callable[[str], None] = lambda _: None,
         left_open: Callable[[], None] = lambda: None,
     ) -> None:
-        """`runs`: the handlers of sagas that this process runs, for others to read (L28). `build`: of its code, if it
+        """`runs`: the saga handlers that this process runs, for others to read (L28). `build`: that of its code, if it
         takes sagas by itself (L29)."""
         self.worker = 0
         self._abandoned: int | None = None
@@ -77,7 +78,7 @@ class Heartbeat:
         self._loops_thread = threading.get_ident()
         self._lost: Callable[[], None] = lambda: None
         self._stopping = threading.Event()
-        self._wanted = threading.Event()  # a renewal, now
+        self._wanted = threading.Event()  # set to request a renewal now
         self._renewed = asyncio.Event()
         self._ticked = _now()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -91,9 +92,9 @@ class Heartbeat:
         standing: Callable[[], float] = lambda: 0.0,
         longer: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Register and start to renew; `lost` is called in the loop when the lease is lost. `standing` says for how
-        many seconds the sagas that run have not got on, and `longer` what `patience` has to be for them now, if it is
-        more than that (L45). Raises StoreUnavailable."""
+        """Register and start to renew; `lost` is called in the loop when the lease is lost. `standing` returns for how
+        many seconds the running sagas have made no progress. `longer` returns the `patience` that they need now, if it
+        is longer (L45). Raises StoreUnavailable."""
         self._lost, self._standing, self._longer = lost, standing, longer
         self._loops_thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
@@ -106,7 +107,7 @@ class Heartbeat:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the lease at once, with whatever is still held."""
+        """End the lease at once, with all that is still held under it."""
         self._stopping.set()
         self._wanted.set()
         if self._ticking is not None:
@@ -114,22 +115,23 @@ class Heartbeat:
             await joined(self._thread, 5.0)
 
     async def _tick(self) -> None:
-        """Also watches the deadline, since the thread may hang in a renewal that gets no answer."""
+        """Record that the loop runs. Also checks the deadline, since the thread may hang in a renewal without an
+        answer."""
         self._ticked = _now()
         if self._left() <= 0 and not self.over:
             self._abandoned = self.worker
             self._lost()
 
     def _ticked_last(self, ticking: asyncio.Task[None]) -> None:
-        """A loop that ends cancels its tasks, and waits for the others for as long as they take."""
+        """Report the end of the loop: one that ends cancels all tasks, and then waits for those that take longer."""
         if ticking.cancelled() and not self._stopping.is_set():
             self._loop_ends = True
             self._wanted.set()
             self._left_open()
 
     async def good(self, timeout: float) -> None:
-        """Return when a step that may run for `timeout` seconds may begin, after a renewal if it takes one (L59). When
-        the lease is lost meanwhile, the caller is cancelled; raises Fenced if another lease is there before that."""
+        """Return when a step that may run for `timeout` seconds may begin, after a renewal if that needs one (L59). If
+        the lease is lost meanwhile, the caller is cancelled; raises Fenced if a new lease is registered before that."""
         now = asked = _now()
         worker = self.worker
         while not may_begin(timeout, left=self._left(now), lease=self._lease, renewed=self._good >= asked):
@@ -142,8 +144,8 @@ class Heartbeat:
 
     @property
     def over(self) -> bool:
-        """It was given up, and there is no other one yet: its sagas were told that it is lost. A renewal that comes
-        through afterwards would keep them from others."""
+        """Whether the lease was given up and there is no new one yet: its sagas were told that it is lost. A renewal
+        that succeeds afterwards would keep other workers from them."""
         return self._abandoned == self.worker
 
     def _left(self, now: float | None = None) -> float:
@@ -171,7 +173,7 @@ class Heartbeat:
                 except BaseException as error:  # noqa: BLE001 - what is not renewed in time is lost, whatever it is (H52)
                     log.debug("lease not renewed", error=error_text(error))
                     _close(connection)
-                    connection, pause = None, min(_AGAIN, pause)  # the next one is new, and may be renewed by at once
+                    connection, pause = None, min(_AGAIN, pause)  # the next one is new, and may renew at once
             if self._left() <= 0 or self.over:
                 _close(connection)
                 connection = None
@@ -183,18 +185,18 @@ class Heartbeat:
         _close(connection)
 
     def _stops_within(self, seconds: float) -> bool:
-        """Whether it is to stop; after that time, or as soon as a step wants a renewal."""
+        """Wait until this time is over, a step requests a renewal, or the end. Returns whether the thread is to end."""
         self._wanted.wait(seconds)
         self._wanted.clear()
         return self._ends
 
     @property
     def _ends(self) -> bool:
-        """H15: a loop that ends without `stop`, as test clients do, will never have it called."""
+        """Whether to end. A loop that ended without `stop`, as with test clients, will never call it (H15)."""
         return self._stopping.is_set() or self._loop_ends or (self._loop is not None and self._loop.is_closed())
 
     def _connect(self) -> _Connection:
-        # A statement must time out early enough to notice that the lease is over.
+        # A statement must time out early enough for the end of the lease to be noticed.
         milliseconds = max(200, int(self._lease * 1000 / 3))
         connection = connect(
             self._dsn,
@@ -243,7 +245,7 @@ class Heartbeat:
 
 
 def _write(connection: psycopg.Connection[Any], query: bytes, params: dict[str, Any]) -> tuple[Any, ...] | None:
-    # One exchange where that will do; behind a pooler the role may make a session read-only outside of this (R18).
+    # One round trip if possible. Behind a pooler the role may make a session read-only outside of a transaction (R18).
     writable = connection.info.parameter_status("default_transaction_read_only") == "off"
     with nullcontext() if writable else connection.transaction():
         cursor = connection.execute(query, params)

@@ -1,7 +1,7 @@
 """RequestStore on Postgres, with copies in Redis of what is committed there.
 
-Redis says "wait" or gives back a response; it never lets anything run. Whoever finds nothing there asks Postgres, which
-decides. So a Redis that was flushed, is down, or has an old copy costs time and nothing else (H33).
+Redis answers "wait" or returns a response; it never lets a request run. If Redis has nothing, Postgres is asked, and
+decides. So if Redis was flushed, is down, or has an old copy, that costs time and nothing else (H33).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from idemconsumer.stores.redis.copies import Copies, CopyLook
 class _Mine:
     claim: Claim
     look: CopyLook
-    asked_at: float | None = None  # when its end was asked for first
+    asked_at: float | None = None  # when `complete` was first called
 
 
 class HybridRequests:
-    """See `ports.RequestStore`. What a person forgets or releases may be given back from its copy for `copies.KEPT`
-    seconds more. A handler in joined mode uses `copies` around its transaction in the same way."""
+    """See `ports.RequestStore`. After a person has forgotten or released a key, its copy may still be returned for
+    `copies.KEPT` seconds. A handler in joined mode uses `copies` around its transaction in the same way."""
 
     def __init__(self, requests: RequestStore, copies: Copies) -> None:
         """Both are closed with this."""
         self.copies = copies
         self._requests = requests
         self._mine: dict[bytes, _Mine] = {}
-        # In these Redis has no part.
+        # These do not use Redis.
         self.peek, self.lost = requests.peek, requests.lost
         self.settle_lost, self.release_lost = requests.settle_lost, requests.release_lost
 

@@ -1,4 +1,4 @@
-"""Claims in the transaction of their effects, and the small commits beside, on Postgres 14 and newer."""
+"""Claims in the transaction of their effects, and the small commits besides, on Postgres 14 and newer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from idemconsumer.stores.suspect_readings import PostgresReading
 class PostgresStore:
     """Claims in the transaction of their effects. Every method raises StoreUnavailable when the database is down.
 
-    A method with a commit of its own may also raise CommitUnknown; call it again then. `most_locks`: how many keys all
+    A method with a commit of its own may also raise CommitUnknown; then call it again. `most_locks`: how many keys all
     lanes together may hold at once (G4). `open` refuses a database that would lose what it acknowledges (R6).
     """
 
@@ -52,8 +52,8 @@ class PostgresStore:
         kind: Kind = "worker",
         most_locks: int | None = None,
     ) -> PostgresStore:
-        """Check and open; see `check_database` and `Pool` for the parameters. `most_locks`: what a check of the same
-        database has returned, which then is not made again.
+        """Check and open; see `check_database` and `Pool` for the parameters. `most_locks`: the result of an earlier
+        check of the same database, which is then not checked again.
 
         Raises ConfigurationError (see `check_database`) or StoreUnavailable.
         """
@@ -87,40 +87,40 @@ class PostgresStore:
     def transaction(self, *, group: int, gate: str | None = None) -> AbstractAsyncContextManager[PostgresClaims]:
         """A transaction for `group` messages. Leaving without `complete` rolls back; a broken connection is dropped.
 
-        Those with the same `gate` take turns, across all processes: the first claim waits, before it claims, until no
-        other one is open. That wait is not a collision, however short the lock time-out of a group is.
+        Transactions with the same `gate` take turns, across all processes: the first claim waits, before it claims,
+        until no other one is open. That wait counts as no collision, however short a group's lock timeout is.
         """
         return transaction(self.pool, group=group, gate=gate)
 
     @property
     def full(self) -> bool:
-        """Whether a transaction that is asked for here and now has to wait for a connection."""
+        """Whether a transaction that is opened now has to wait for a connection."""
         return self.pool.full
 
     async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
-        """What committed records say now. Claims nothing."""
+        """The committed records of these keys. Claims nothing."""
         return [await self._looks.record(keys[0])] if len(keys) == 1 else await self._looks.records(keys)
 
     async def differs(self, claim: Claim) -> bool:
-        """Whether a rival holds this key, uncommitted, and has shown another fingerprint (`Claim.shown`). False where
-        that is not known."""
+        """Whether a rival (another worker) holds this key, uncommitted, and has shown another fingerprint
+        (`Claim.shown`). False if that is unknown."""
         if not claim.fingerprint:
             return False
         return bool((await self.pool.alone("differs", {"key": claim.key, "fingerprint": claim.fingerprint}))[0][0])
 
     async def log_deliveries(self, rows: Sequence[LoggedDeliveries]) -> None:
-        """Write these into the delivery log, each in a commit of its own. A log that cannot be written raises nothing;
-        an outage does, and some may be written then (O23)."""
+        """Write these into the delivery log, each in a commit of its own. If the log cannot be written, nothing is
+        raised; an outage is raised, and some rows may be written then (O23)."""
         for row in rows:
-            async with self.pool.connection() as connection:  # first: what is sent says how long ago something was
+            async with self.pool.connection() as connection:  # first, since the row is sent with ages, not times
                 ((problem,),) = await self.pool.run(connection, "log_deliveries", columns_of(row))
             self.pool.unlogged.heard(problem)
 
     # --------------------------------------------------------------------------------------------------------- attempts
     async def mark_attempts(self, claims: Sequence[Claim]) -> set[bytes]:
-        """Put on record that these are about to run, in one commit and without counting an attempt.
+        """Record that these are about to run, in one commit and without counting an attempt.
 
-        Returns the keys that were not on record before, neither marked nor counted.
+        Returns the keys that had no row before, neither marked nor counted.
         """
         async with self.pool.connection() as connection:
             scopes = await self.pool.scope_ids(connection, claims)
@@ -128,22 +128,22 @@ class PostgresStore:
             return {row[0] for row in await self.pool.run(connection, "mark_attempts", params)}
 
     async def unmark_attempts(self, keys: Sequence[bytes]) -> None:
-        """Take marks back. Attempts that were counted since stay."""
+        """Delete marks. Attempts that were counted since stay."""
         await self.pool.alone("unmark_attempts", {"keys": list(keys)})
 
     async def count_attempt(self, claim: Claim, error: str | None) -> int:
         """Add one attempt, in a commit of its own; returns how many there are now."""
         async with self.pool.connection() as connection:
-            await self.pool.scope_ids(connection, [claim])  # so that there is one
+            await self.pool.scope_ids(connection, [claim])  # so that the scope exists
             params = {"key": claim.key, "scope": claim.scope, "error": None if error is None else clean(error)}
             return int((await self.pool.run(connection, "count_attempt", params))[0][0])
 
     async def uncount_attempt(self, claim: Claim) -> None:
-        """Take back one attempt that was counted before a run which then was cancelled."""
+        """Undo the count of one attempt that was counted before a run which was then cancelled."""
         await self.pool.alone("uncount_attempt", {"key": claim.key})
 
     async def forget_attempts(self, keys: Sequence[bytes]) -> None:
-        """Take marks and counts back."""
+        """Delete marks and counts."""
         await self.pool.alone("forget_attempts", {"keys": list(keys)})
 
     async def note_error(self, claim: Claim, error: str) -> int:
@@ -154,8 +154,8 @@ class PostgresStore:
     # --------------------------------------------------------------------------------------------------------- readings
     @asynccontextmanager
     async def reading(self, claims: Sequence[Claim], reader: int) -> AsyncIterator[PostgresReading]:
-        """Put on record that these are about to be decoded, without counting. `reader` is a number that nobody else
-        has; with the same one it can be done again after an error. What is not ended stays on record."""
+        """Record that these are about to be decoded, without counting. `reader` is a unique number; with the same one
+        the call can be repeated after an error. Records that are not ended stay."""
         async with self.pool.connection() as connection:
             reading = PostgresReading(self.pool, connection, reader)
             await reading.begin(claims)
@@ -163,14 +163,14 @@ class PostgresStore:
 
     @asynccontextmanager
     async def reading_alone(self, claim: Claim, reader: int) -> AsyncIterator[PostgresReading]:
-        """As `reading`, for one whose reader is gone: it is counted."""
+        """As `reading`, for a message whose reader is gone: it is counted."""
         async with self.pool.connection() as connection:
             reading = PostgresReading(self.pool, connection, reader)
             await reading.take_over(claim)
             yield reading
 
     async def end_reading(self, claims: Sequence[Claim], reader: int) -> None:
-        """Take these off the record, as far as they are still this reader's."""
+        """Delete these records, if they still belong to this reader."""
         params = {"keys": [claim.key for claim in claims], "reader": reader}
         await self.pool.alone("end_reading", params)
         self.pool.readers.discard(reader)
@@ -184,8 +184,8 @@ class PostgresStore:
     async def put_off(self, claim: Claim, later: NextAttempt) -> Record | int:
         """Store the message with its record, PENDING, and count the attempt, all in one commit (D18).
 
-        Returns how many attempts have failed now; if none is left, nothing was stored. Or the record of a rival that
-        was faster. Raises Contention when a rival holds the key, and Fenced when `row` is another's by now.
+        Returns how many attempts have failed now; if none is left, nothing was stored. Or returns the record of a rival
+        that was faster. Raises Contention when a rival holds the key, and Fenced when another worker has `row` by now.
         """
         async with self.transaction(group=1) as claims:
             if (found := await claims.claim_one(claim, State.PENDING)) is not None:
@@ -214,24 +214,24 @@ class PostgresStore:
     async def reject(self, claim: Claim, rejection: StoredResult) -> Record | None:
         """Store FAILED and its rejection in a transaction of its own, after claiming anew.
 
-        Returns None when stored; the record of a rival that was faster. Raises Contention when a rival
+        Returns None if it was stored, or the record of a rival that was faster. Raises Contention when a rival
         holds the key.
         """
         found = await self._finalise(claim, State.FAILED, rejection, None)
         return found if isinstance(found, Record) else None
 
     async def bury(self, letter: NewDeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()) -> Record | int:
-        """Write the dead letter and, where a claim is given, the record DEAD, in one transaction; its attempts, and
+        """Write the dead letter and, if a claim is given, the record DEAD, in one transaction; its attempts, and
         those of `forget`, are deleted in it.
 
-        Returns the id of the letter that was written (or counted once more); or the final record of a rival that was
-        faster.
+        Returns the id of the dead letter that was written (or counted once more), or the final record of a rival that
+        was faster.
         """
         return await self._finalise(claim, State.DEAD, None, letter, forget)
 
     async def count_dead(self, key: bytes) -> tuple[int, str] | None:
-        """One more arrival of a message whose record is DEAD. Returns the id of its newest letter and its reason; None
-        if it has none any more."""
+        """Count one more arrival of a message whose record is DEAD. Returns the id and the reason of its newest dead
+        letter; None if it has none any more."""
         rows = await self.pool.alone("count_dead", {"key": key})
         return (rows[0][0], rows[0][1]) if rows else None
 
@@ -243,7 +243,7 @@ class PostgresStore:
         letter: NewDeadLetter | None,
         forget: Sequence[bytes] = (),
     ) -> Record | int:
-        """The id of the letter, 0 without one; or the record that a rival has left."""
+        """The id of the dead letter, 0 without one; or the record of a rival."""
         number = 0
         async with self.transaction(group=1) as claims:
             if claim is not None and (found := await claims.claim_one(claim, state)) is not None:

@@ -1,4 +1,4 @@
-"""Sagas as their store gives them out."""
+"""Sagas as the store returns them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class LeasedSaga(msgspec.Struct, frozen=True):
     `attempt` is the number of this attempt since the last finished step. `stale`: it was taken from a lost worker, and
     what follows from that is not decided yet; a release keeps it stale. `new`: claimed a moment ago, so that no step of
     it can be recorded yet. `suspect`: it has lost two workers in a row, and finished no step in between. `cancel`: it
-    is to be cancelled, and whether its finished steps are to be undone; None while nobody has requested it (L50).
-    `begun`: when, by the database's clock, as a time of this process's monotonic one.
+    is to be cancelled, and whether its finished steps are to be undone; None if no cancellation was requested (L50).
+    `begun`: when, by the database's clock, converted to this process's monotonic clock.
     """
 
     key: bytes
@@ -50,10 +50,10 @@ class LeasedSaga(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class DueLook:
-    """What one look at the store found: `own` as `PostgresLeases.own` has it; `due`: in how many seconds the next saga
-    of a handler may be taken, negative if it could have been so long ago. A handler without sagas that are due soon is
-    not there. `cancelled`: the keys of our own that are to be cancelled. `queues`: in how many seconds something of a
-    Postgres queue can be taken, not more than 0 if something can be now. A queue without such messages is not there."""
+    """The result of one query for due work. `own`: as from `PostgresLeases.own`. `due`: for each handler the seconds
+    until its next saga may be taken, negative if it may have been for that long; a handler without sagas that are due
+    soon is missing. `cancelled`: the keys of our own that are to be cancelled. `queues`: for each Postgres queue the
+    seconds until a message can be taken, at most 0 if one can be now; a queue without such messages is missing."""
 
     own: list[tuple[bytes, int]]
     due: dict[str, float]
@@ -62,16 +62,16 @@ class DueLook:
 
 
 class Kinship(NamedTuple):
-    """What another saga is to this one now. `above`: it has not ended, and is this one or has started it, directly or
-    through others. `started`: this one has started it."""
+    """How another saga is related to this one. `above`: it has not ended, and is this saga or has started it, directly
+    or through others. `started`: this saga has started it."""
 
     above: bool
     started: bool
 
 
 class Begun(NamedTuple):
-    """What is there under the key of a saga that is being started (L80). `owner`: the saga whose start is the first of
-    those that have not begun. `is_new`: nothing was there."""
+    """What exists under the key of a saga that is being started (L80). `found`: its record. `owner`: the saga whose
+    start is the first of those that have not begun. `is_new`: nothing existed."""
 
     found: list[Record]
     owner: bytes

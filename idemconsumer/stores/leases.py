@@ -1,10 +1,10 @@
 """Sagas in Postgres: leases, fence tokens and checkpoints.
 
 Each write is one transaction that first locks the saga's row (`fence`, FOR SHARE) with its fence token, worker and
-phase; takeover and everything that changes the phase lock it FOR UPDATE. So a former owner finds no row, and a
-takeover waits for a saga that is still being written, or passes it over. The transactions are sealed like the joined
-ones. Claims, intents, outputs and completions share a transaction with those of other sagas (`shared_commits`); the
-function of a `tx` step has its own (`open_steps`).
+phase; a takeover and each change of the phase lock it FOR UPDATE. So a former owner finds no row, and a takeover waits
+for a saga that is still being written, or skips it. The transactions are sealed like the joined ones. Claims, intents,
+outputs and completions share a transaction with those of other sagas (`shared_commits`); the function of a `tx` step
+has its own (`open_steps`).
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from idemconsumer.stores.shared_commits import (
 )
 from idemconsumer.stores.shared_reads import SharedReads, step_row
 
-_AHEAD: Final = 5.0  # seconds; what is due later is found by a later look
-VERSION_GRACE: Final = 600.0  # seconds; a deployment that is taken back brings a version back
+_AHEAD: Final = 5.0  # seconds; what is due later is found by a later query
+VERSION_GRACE: Final = 600.0  # seconds; the rollback of a deployment brings its version back
 _ANY: Final[Mapping[tuple[str, str], str | None]] = MappingProxyType({})
 
 
 class SagaLeaseHolder(Protocol):
-    """The owner of these sagas: the id of this process's row in `worker`, replaced after a lost lease."""
+    """The owner of these sagas: the id of this process's row in `worker`, a new one after a lost lease."""
 
     @property
     def worker(self) -> int: ...
 
     async def good(self, timeout: float) -> None:
-        """Return when it is good for a step that may run for so many seconds (L59)."""
+        """Return when the lease is good for a step that may run for so many seconds (L59)."""
         ...
 
 
@@ -66,9 +66,9 @@ class PostgresLeases:
     """The sagas of one process, held by lease and token.
 
     Every write is fenced: it locks the saga's row FOR SHARE with the holder's token and phase, in the writing
-    transaction, and raises Fenced when there is no such row. CommitUnknown must be answered by `retake`, never by
-    reading again with the old token. Every method raises StoreUnavailable when the database is unreachable. `step` and
-    `intend` wait while the lease could not be renewed in time (L38).
+    transaction, and raises Fenced when there is no such row. After CommitUnknown call `retake`; never read again with
+    the old token. Every method raises StoreUnavailable when the database is unreachable. `step` and `intend` wait while
+    the lease could not be renewed in time (L38).
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class PostgresLeases:
         grace: float = VERSION_GRACE,
         build: str = "",
     ) -> None:
-        """`versions`: of what this process runs, by app and handler; others are taken whatever their version.
-        `grace`: for how many seconds a version that no worker runs is waited for (L28). `build`: of this process's code
-        (L29)."""
+        """`versions`: those that this process runs, by app and handler; sagas of other handlers are taken whatever
+        their version. `grace`: for how many seconds a version that no worker runs is waited for (L28). `build`: that of
+        this process's code (L29)."""
         self._pool = pool
         self._lease = lease
         self._versions = versions
@@ -93,7 +93,7 @@ class PostgresLeases:
 
     # --------------------------------------------------------------------------------------------- claims and takeovers
     async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Found | LeasedSaga:
-        """Claim the key and store the message with it, committed on return; else what was found."""
+        """Claim the key and store the message with it, committed on return. If it was not claimed, the claim result."""
         worker = self._lease.worker
         row = {
             "handler": handler,
@@ -119,15 +119,15 @@ class PostgresLeases:
     async def own(self, key: bytes | None = None) -> list[tuple[bytes, int]]:
         """Key and token of each saga that is ours in the database; with `key`, of that one alone.
 
-        One that is not in hand in this process *after* this returned was left by a lost answer, or by a release that
-        failed: every run has its saga in hand before it asks for it.
+        If a saga is not in flight in this process *after* this returned, a lost answer or a failed release has left it:
+        each run registers its saga as in flight before it claims it.
         """
         rows = await self._pool.alone("own_sagas", {"worker": self._lease.worker, "key": key})
         return [(key, token) for key, token in rows]
 
     async def look(self, app: str, handlers: Sequence[str], queues: Sequence[str] = ()) -> DueLook:
-        """Whether there is anything to take, in one statement that changes nothing (L32); also from these Postgres
-        queues (L61). Without them it waits for no lock on their tables (L67)."""
+        """Query whether there is anything to take, in one statement that changes nothing (L32); also from these
+        Postgres queues (L61). Without queues it waits for no lock on their tables (L67)."""
         asked = self._ours(app, handlers) | {"ahead": _AHEAD, "queues": list(queues)}
         rows = await self._pool.read("look_for_sagas" if queues else "look_for_sagas_alone", asked)
         own = [(key, token) for _, _, key, token, *_ in rows if key is not None]
@@ -147,10 +147,10 @@ class PostgresLeases:
         """Take over sagas that are due or stale, up to `limit` of each handler, each with a new token. Skips those that
         are being written to.
 
-        Of a handler whose version the store was told, only sagas of that version, of any version by a person's
-        decision, or of one that is gone: for ten minutes no worker has lived that runs it (L28). A lost worker costs an
-        attempt only after `count`. `unheld` are those of `own` that are not in hand here: they are taken too, at no
-        cost of an attempt, unless they have another token by now. With `key`, that saga alone.
+        If the store knows a handler's version, it takes only sagas of that version, sagas that a person has released
+        for any version, and those of a version that is gone: for ten minutes no worker has lived that runs it (L28). A
+        lost worker costs an attempt only after `count`. `unheld` are those of `own` that are not in flight here: they
+        are taken too, without costing an attempt, unless they have another token by now. With `key`, only that saga.
         """
         params = self._ours(app, handlers)
         params |= {"unheld": [key for key, _ in unheld], "tokens": [token for _, token in unheld]}
@@ -159,7 +159,7 @@ class PostgresLeases:
         return [_leased_saga(row, params["worker"]) for row in rows]
 
     def _ours(self, app: str, handlers: Sequence[str]) -> dict[str, Any]:
-        """What says which sagas this process may run."""
+        """The parameters that say which sagas this process may run."""
         versions = [self._versions.get((app, handler), ANY_VERSION) or "" for handler in handlers]
         return {
             "scopes": keys.scopes_of(app), "app": app, "worker": self._lease.worker, "grace": self._grace,
@@ -168,7 +168,7 @@ class PostgresLeases:
 
     async def superseded(self, app: str, saga: LeasedSaga) -> bool:
         """Whether a worker of another build runs the handler in the same version, or did so within the last ten
-        minutes. Builds that were unable to go on with the saga do not count (L29)."""
+        minutes. Builds that were unable to continue the saga do not count (L29)."""
         return bool(await self._pool.alone("left_to_others", self._others(app, saga)))
 
     def _others(self, app: str, saga: LeasedSaga) -> dict[str, Any]:
@@ -176,9 +176,9 @@ class PostgresLeases:
         return its | {"grace": self._grace, "build": self._build}
 
     async def leave(self, app: str, saga: LeasedSaga, error: str, delay: float) -> float | None:
-        """Give it up at no cost, to a live worker as `superseded` has it, or for `delay` seconds if there is none now;
-        returns in how many seconds it can be taken. This build is unable to go on with it. None: there is no such
-        worker, and it is still ours."""
+        """Release a saga that this build cannot continue, without costing an attempt: at once if there is a live worker
+        as in `superseded`, or for `delay` seconds if there is none now. Returns in how many seconds it can be taken.
+        None: there is no such worker, and the saga is still ours."""
         params = self._others(app, saga) | {"error": clean(error), "delay": delay, "stale": saga.stale}
         params |= {"token": saga.token, "worker": saga.worker, "heeded": saga.cancel is not None}
         async with self._locked(saga, ends=False) as claims:
@@ -187,9 +187,10 @@ class PostgresLeases:
         return None if not left else 0.0 if left[0][0] else delay
 
     async def retake(self, key: bytes, token: int | None) -> LeasedSaga | None:
-        """After CommitUnknown: a new token for what we hold, once all writes in flight have ended. None: not ours.
+        """After CommitUnknown: a new token for a saga that this worker holds, once all writes in flight have ended.
+        None: it is not ours.
 
-        `token` None: that of the claim is not known, since its answer was lost.
+        `token` None: the claim's token is not known, since its answer was lost.
         """
         worker = self._lease.worker
         await self._pool.alone("await_saga", {"key": key, "worker": worker})
@@ -197,14 +198,14 @@ class PostgresLeases:
         return _leased_saga(rows[0], worker) if rows else None
 
     async def count(self, saga: LeasedSaga) -> None:
-        """Put on record that it is about to run alone: if this worker dies before the next step is finished, that is an
-        attempt. To count it again changes nothing."""
+        """Record that it is about to run alone: if this worker dies before the next step is finished, that counts as an
+        attempt. Counting it again changes nothing."""
         async with self._locked(saga) as claims:
             await claims.complete([], [], more=[("count_saga", {"key": saga.key})])
 
     async def steps(self, key: bytes, window: int = 0) -> list[StepRow]:
-        """In the order in which they finished. With their outputs up to `window` bytes in all, and each output that is
-        no larger than 64 bytes; the others are left in the store (L55)."""
+        """The steps in the order in which they finished. Outputs are included up to `window` bytes in all, and each one
+        of at most 64 bytes; the others are left in the store (L55)."""
         return await self._reads.steps(key, window)
 
     async def outputs(self, key: bytes, names: Sequence[str]) -> dict[str, StoredResult]:
@@ -222,7 +223,7 @@ class PostgresLeases:
             yield claims
 
     async def _at_once(self, statement: str, saga: LeasedSaga, /, **given: Any) -> tuple[Any, ...]:
-        """One statement that fences itself, as a whole transaction (L9): its row."""
+        """Run one statement that fences itself, as a whole transaction (L9); returns its row."""
         async with transaction(self._pool, group=1) as claims:
             (answer,) = await claims.commit([(statement, fence(saga) | given)])
             rows = claims.rows(answer)
@@ -245,7 +246,7 @@ class PostgresLeases:
         under a lease that is good for its `timeout`, in seconds (L59). `arguments`: as in `StepRow`."""
         await self._lease.good(timeout)
         async with transaction(self._pool, group=1) as claims:
-            await self._lease.good(timeout)  # a connection may have been waited for
+            await self._lease.good(timeout)  # the wait for a connection may have been long
             state = StepState.UNDO_INTENT if undo else StepState.DONE
             attempt = await claims.begin_step(_step(saga, name, StepKind.TX, state, has_undo, arguments))
             if attempt is None:
@@ -265,8 +266,8 @@ class PostgresLeases:
         timeout: float = 0.0,
         arguments: bytes | None = None,
     ) -> int:
-        """Commit that the remote is about to be called; returns how many times it will have been, under a lease that
-        is good for `timeout` seconds (L59). `overlapped`: the call has no fixed place among the steps (L24)."""
+        """Commit that the remote service is about to be called, under a lease that is good for `timeout` seconds (L59).
+        Returns the number of this call. `overlapped`: the call has no fixed place among the steps (L24)."""
         await self._lease.good(timeout)
         state = StepState.UNDO_INTENT if undo else StepState.INTENT
         row = _step(saga, name, StepKind.CALL, state, has_undo, arguments) | {"placed": not overlapped}
@@ -286,10 +287,10 @@ class PostgresLeases:
         self, saga: LeasedSaga, name: str, kind: StepKind, seconds: float, signal: str | None, *,
         child: bytes | None = None, overlapped: bool, closes: Sequence[str] = (),
     ) -> StepRow | float:  # fmt: skip
-        """Begin a wait, or look whether one that was begun is over: its end was computed at its beginning, by the
-        database's clock (L40). The oldest signal of its name is taken in the commit that records it. A float: it is not
-        over, for so many seconds. With `child`, the stored key of one that was started, it waits for its end. When it
-        is over, the waits of `closes` are gone (L74)."""
+        """Begin a wait, or check whether one that was begun is over: its end was computed at its beginning, by the
+        database's clock (L40). The oldest signal of its name is taken in the commit that records the end. Returns a
+        float if it is not over: the seconds left. With `child`, the stored key of a child saga, it waits for that
+        saga's end. When the wait is over, the waits of `closes` are deleted (L74)."""
         timed_out = codecs.encode_rejection(SIGNAL_TIMEOUT, {"signal": signal})
         given = {"name": name, "seconds": seconds, "overlapped": overlapped, "closes": list(closes), "signal": signal}
         given |= {"timed_out": timed_out.body, "timed_out_type": timed_out.content_type}
@@ -304,19 +305,19 @@ class PostgresLeases:
         return step_row(name, kind, state, False, overlapped, position, 1, output, content_type, 0)
 
     async def pause(self, saga: LeasedSaga, waits: Sequence[str], at_most: float | None) -> float:
-        """Give it up, at no cost, until one of these waits is over, or for `at_most` seconds (L58); returns in how many
-        seconds that is at the latest. It is due at once if one of their signals has come meanwhile (L42)."""
+        """Release it, without costing an attempt, until one of these waits is over, or for `at_most` seconds (L58).
+        Returns the most seconds that it takes. It is due at once if one of their signals has come meanwhile (L42)."""
         return float((await self._at_once("pause_saga", saga, names=list(waits), child=None, at_most=at_most))[0])
 
     async def kinship(self, key: bytes, child: bytes) -> Kinship:
-        """What the saga under `child` is to the one under `key` (L65)."""
+        """How the saga under `child` is related to the one under `key` (L65)."""
         (row,) = await self._pool.alone("kinship", {"key": key, "child": child})
         return Kinship(*row)
 
     async def stop_child(self, saga: LeasedSaga, child: bytes, scope: str, queued: tuple[str, str]) -> State:
-        """How it has ended: COMPLETED, or FAILED if it left nothing to undo, or is not this saga's to undo (L80);
-        PROCESSING if it has not. One that has not begun is kept from beginning (L49). `queued`: queue and key of its
-        message."""
+        """End a child saga that is to be undone. Returns how it has ended: COMPLETED, or FAILED if it left nothing to
+        undo, or is not this saga's to undo (L80); PROCESSING if it has not ended. A child that has not begun is kept
+        from beginning (L49). `queued`: queue and key of its message."""
         cancelled = codecs.encode_rejection(CANCELLED, None)
         given = {"child": child, "body": cancelled.body, "content_type": cancelled.content_type, "scope": scope}
         return State((await self._at_once("stop_child", saga, **given, queue=queued[0], given=queued[1]))[0])
@@ -326,13 +327,13 @@ class PostgresLeases:
         return float((await self._at_once("pause_saga", saga, names=[], child=child, at_most=None))[0])
 
     async def complete(self, saga: LeasedSaga, state: State, result: StoredResult | None) -> None:
-        """COMPLETED or FAILED, its result, and the end of the saga's row, in one commit."""
+        """Store COMPLETED or FAILED and the result, and delete the saga's row, in one commit."""
         row = fence(saga) | {"final": int(state), **stored_row(result)}
         await self._shared.write(saga, Write(END_SAGAS, row))
 
     async def undo(self, saga: LeasedSaga, rejection: StoredResult, added: Sequence[str] = ()) -> LeasedSaga | None:
-        """Commit UNDOING; None when an intent is open: what there is to undo is not known yet (L7). `added`: steps that
-        were recorded without an undo and have one now, which is recorded in the same commit (L25)."""
+        """Commit UNDOING. None when an intent is open: it is not known yet what there is to undo (L7). `added`: steps
+        that were recorded without an undo and have one now, which is recorded in the same commit (L25)."""
         key = {"key": saga.key}
         more: list[Statement] = [("add_undos", key | {"names": list(added)})] if added else []
         more.append(("set_undoing", key | {"rejection": rejection.body}))
@@ -348,8 +349,9 @@ class PostgresLeases:
     async def release(
         self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool, held: bool = False
     ) -> None:
-        """Give it up: any worker may take it after `delay` seconds. `count=False` gives the attempt back (a drain).
-        `held`: a function that it needs fails in all sagas (D17), which is noted once for as long as that lasts."""
+        """Release it: any worker may take it after `delay` seconds. With `count=False` this attempt does not count (a
+        drain). `held`: a function that it needs fails in all sagas (D17), which is noted once for as long as that
+        lasts."""
         async with self._locked(saga, ends=False) as claims:
             error = None if error is None else clean(error)
             params = {"key": saga.key, "delay": delay, "error": error, "back": 0 if count else 1}
@@ -358,8 +360,8 @@ class PostgresLeases:
             await claims.complete([], [], more=[("release_saga", params)])
 
     async def park(self, saga: LeasedSaga, letter: NewDeadLetter) -> int:
-        """Record DEAD, dead letter, and the saga's row put aside for a person, in one commit. Returns the
-        letter's id."""
+        """Store the record as DEAD, the dead letter, and park the saga's row for a person, in one commit. Returns the
+        dead letter's id."""
         async with self._locked(saga) as claims:
             params = {"key": saga.key, "reason": letter.reason, "error": clean(letter.error), "worker": saga.worker}
             dead = {"key": saga.key, "state": int(State.DEAD)}
@@ -368,7 +370,7 @@ class PostgresLeases:
             return number
 
     async def note(self, key: bytes, what: str, detail: str | None) -> None:
-        """Add to the history of a saga that has not ended. Not fenced: it decides nothing."""
+        """Add to the history of a saga that has not ended. Not fenced, since nothing depends on it."""
         detail = None if detail is None else clean(detail)
         await self._pool.alone("note", {"key": key, "what": what, "detail": detail})
 

@@ -1,9 +1,9 @@
-"""`tx.connection`: the store's connection as one handler's run has it, and nobody after that (J18).
+"""`tx.connection`: the store's connection for one run of a handler, and invalid afterwards (J18).
 
-A psycopg connection in its own right, so that whatever psycopg or another library does with one works: it has adapters,
-row factory, cursor class and transactions of its own, and they end with it. It shares with the store's connection what
-belongs to the session: libpq's connection, the lock, the names of prepared statements. psycopg sends everything through
-`wait`, so what is refused there reaches no server: not from a cursor, COPY, pipeline or transaction either.
+It is a psycopg connection of its own, so that psycopg and other libraries can do with it whatever they do with one: its
+adapters, row factory, cursor class and transactions are its own, and end with it. It shares with the store's connection
+what belongs to the session: libpq's connection, the lock, the names of prepared statements. psycopg sends everything
+through `wait`, so what is refused there never reaches a server, also from a cursor, COPY, pipeline or transaction.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ class LentConnection(psycopg.AsyncConnection[Any]):
                 if handler is not None:
                     handler(notice)
 
-        self._pgconn.notice_handler = both  # which may tell the lender that another session crashed (B13)
+        self._pgconn.notice_handler = both  # a notice may tell the lender that another session crashed (B13)
         self.lock = lender.lock
         self.cursor_factory = LentCursor
         self.server_cursor_factory = LentServerCursor
         self.rewrite = rewrite
-        self.waiting = 0  # exchanges under way
+        self.waiting = 0  # exchanges in progress
         self._lender = lender
         self._blame = blame
         self._autocommit = lender.autocommit
 
     def end(self) -> None:
-        """What is still held of it raises from now on."""
+        """Each later use raises HandlerFault."""
         self._over = True
 
     def _check(self) -> None:
@@ -86,7 +86,7 @@ class LentConnection(psycopg.AsyncConnection[Any]):
         """See `psycopg.AsyncConnection.wait`."""
         self._check()
         if self._lender.pgconn.transaction_status == pq.TransactionStatus.IDLE:
-            raise HandlerFault(_ENDED)  # J8; and behind a pooler the session is somebody else's by now (R18)
+            raise HandlerFault(_ENDED)  # J8; and behind a pooler the session belongs to another client by now (R18)
         self.waiting += 1
         try:
             return await self._lender.wait(gen, interval, timeout)
@@ -100,7 +100,8 @@ class LentConnection(psycopg.AsyncConnection[Any]):
             self.waiting -= 1
 
     async def answered(self) -> None:
-        """Wait for what was sent ahead (J26): psycopg refuses some things in a pipeline, and looks before it waits."""
+        """Wait for the answers to pipelined statements (J26): psycopg refuses some calls in pipeline mode, and checks
+        that before it waits."""
         if self._lender.ahead.on:
             async with self.lock:
                 await self.wait(nothing())
@@ -115,7 +116,7 @@ class LentConnection(psycopg.AsyncConnection[Any]):
         self._pgconn = pgconn
 
     @property
-    def _prepared(self) -> PrepareManager:  # also behind prepare_threshold and prepared_max
+    def _prepared(self) -> PrepareManager:  # prepare_threshold and prepared_max use it too
         self._check()
         return self._lender._prepared
 
@@ -130,7 +131,7 @@ class LentConnection(psycopg.AsyncConnection[Any]):
 
     @asynccontextmanager
     async def pipeline(self) -> AsyncIterator[psycopg.AsyncPipeline]:
-        """See `psycopg.AsyncConnection.pipeline`. The server counts idle time again when it has ended (J22)."""
+        """See `psycopg.AsyncConnection.pipeline`. After it the server counts idle time again (J22)."""
         try:
             async with super().pipeline() as pipeline:
                 pipeline.__class__ = _LentPipeline
@@ -140,7 +141,7 @@ class LentConnection(psycopg.AsyncConnection[Any]):
                 await self._lender.simple(b"")
 
     @asynccontextmanager
-    async def _pipeline_nolock(self) -> AsyncIterator[psycopg.AsyncPipeline]:  # that of executemany
+    async def _pipeline_nolock(self) -> AsyncIterator[psycopg.AsyncPipeline]:  # used by executemany
         try:
             async with super()._pipeline_nolock() as pipeline:
                 pipeline.__class__ = _LentPipeline
@@ -150,7 +151,7 @@ class LentConnection(psycopg.AsyncConnection[Any]):
                 await self.wait(self._lender._simple(b""))
 
     def _open(self) -> bool:
-        """Whether the handler may go on in its transaction."""
+        """Whether the handler's transaction is still open, and usable by it."""
         return not self._over and self._lender.pgconn.transaction_status == pq.TransactionStatus.INTRANS
 
     async def close(self) -> None:
@@ -163,18 +164,18 @@ class LentConnection(psycopg.AsyncConnection[Any]):
         return f"<tx.connection of a handler that has ended at 0x{id(self):x}>" if self._over else super().__repr__()
 
     def __del__(self, *_: object) -> None:
-        """It leaves nothing open."""
+        """Psycopg's own warns of an open connection; this one owns none."""
 
 
 class _LentPipeline(psycopg.AsyncPipeline):
     def __repr__(
         self,
-    ) -> str:  # psycopg logs it, and asks the connection for its pgconn, which raises after the run (R13)
+    ) -> str:  # psycopg logs it; its own would ask the connection for its pgconn, which raises after the run (R13)
         return f"<a pipeline of {self._conn!r}>"
 
 
 class LentCursor(psycopg.AsyncCursor[Any]):
-    """Sends what the engine has to say otherwise (`Effect`) in the engine's words."""
+    """Replaces statements that the engine has to send in another form (`Effect`)."""
 
     async def execute(self, query: Any, params: Any = None, **more: Any) -> LentCursor:
         """See `psycopg.AsyncCursor.execute`."""

@@ -23,11 +23,11 @@ def literal(value: object, connection: Connection) -> bytes:
     match value:
         case None:
             return b"null"
-        case str() if value.isascii() and "'" not in value and "\0" not in value:  # as most are: alike in all encodings
+        case str() if value.isascii() and "'" not in value and "\0" not in value:  # most are; the same in each encoding
             return b"'%s'" % value.encode() if "\\" not in value else b"E'%s'" % value.replace("\\", r"\\").encode()
         case str():
             text = value.encode(connection.info.encoding)
-            if b"\0" in text:  # libpq would cut it off there
+            if b"\0" in text:  # libpq would cut the text off there
                 raise psycopg.DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
             return bytes(pq.Escaping(connection.pgconn).escape_literal(text))
         case bytes():
@@ -47,8 +47,8 @@ def literal(value: object, connection: Connection) -> bytes:
 
 
 def rows_text(rows: Iterable[Iterable[object]]) -> str:
-    """The text of an array of rows of a composite type, of numbers and bytes."""
-    # The backslash of bytes is escaped in the row, and that in the array.
+    """The text of an array of rows of a composite type, with numbers and bytes as fields."""
+    # The backslash of bytes is escaped once for the row and once for the array.
     fields = (
         ["" if it is None else rf"\\\\x{it.hex()}" if type(it) is bytes else repr(it) for it in row] for row in rows
     )

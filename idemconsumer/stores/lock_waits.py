@@ -1,4 +1,4 @@
-"""Who keeps the transactions of a process waiting for locks (O34)."""
+"""Which sessions keep the transactions of this process waiting for locks (O34)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from idemconsumer.logs import log
 from idemconsumer.rules.held_up import Holder
 from idemconsumer.stores.pool import Pool
 
-_LOOK: Final = 2.0  # seconds between two looks
-_LONG: Final = 3.0  # seconds that a lock is waited for before it is told: hot rows are given sooner
+_LOOK: Final = 2.0  # seconds between two queries
+_LONG: Final = 3.0  # seconds that a lock is waited for before it is reported: a hot row is released sooner
 
 Ask = Callable[[str, dict[str, Any]], Awaitable[list[tuple[Any, ...]]]]  # runs a statement by its name
 
@@ -28,10 +28,11 @@ class _Wait:
 
 
 class LockWaits:
-    """Of the handlers whose transactions are in `pools`. Nothing is asked while none of these is open for long.
+    """The lock waits of the handlers whose transactions are in `pools`. Nothing is queried while no transaction is open
+    for long.
 
-    A lock is asked for again after each time that it was not given in time, and with a pause: so a wait that was seen
-    lasts while keys of the handler have `collided`. `changed` is called when one begins or is over.
+    A run that did not get a lock in time tries again after a pause. So a wait that was seen counts as going on while
+    keys of the handler have `collided`. `changed` is called when one begins or is over.
     """
 
     def __init__(self, pools: Sequence[Pool], collided: Callable[[str], bool], changed: Callable[[], None]) -> None:
@@ -41,12 +42,13 @@ class LockWaits:
         self._waits: dict[str, _Wait] = {}
 
     def of(self, handler: str) -> tuple[Holder | None, float]:
-        """Who has the lock that it waits for, and for how many seconds it has; None, 0: it waits for none."""
+        """The session that holds the lock for which this handler waits, and since how many seconds. None, 0: no
+        wait."""
         wait = self._waits.get(handler)
         return (None, 0.0) if wait is None else (wait.holder, time.monotonic() - wait.since)
 
     async def run(self, ask: Ask) -> None:
-        """Until it is cancelled. While the database does not answer, what was known last holds."""
+        """Run until cancelled. While the database does not answer, the last known waits count."""
         await Duty(partial(self._look, ask), _LOOK, first=_LOOK).run()
 
     async def _look(self, ask: Ask) -> None:

@@ -1,9 +1,9 @@
 """Brings the schema up to date: numbered SQL files, each in one transaction, remembered with a checksum.
 
 Any number of workers may do it at once. Each migration takes one advisory lock for its transaction and, holding
-it, checks again what has been applied, so a second runner finds the work done. The lock belongs to the
+it, checks again which ones were applied, so a second runner finds the work done. The lock belongs to the
 transaction, not to the session: it does not outlive a crash, and it works behind a pooler. How locks are waited for
-is in `waiting_for_locks.py`.
+is described in `waiting_for_locks.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from idemconsumer.stores.waiting_for_locks import LOCKS, LockWaiting, asking_sho
 
 _FILE = re.compile(r"(\d{4})_(\w+)\.sql")
 _CONNECT_SECONDS = 10
-_SHORTLY = "set local lock_timeout = '1500ms';"  # R32, where a person runs it
+_SHORTLY = "set local lock_timeout = '1500ms';"  # R32: for a script that a person runs
 _PATIENCE = 3600.0  # seconds: a statement of a migration may have to rewrite a table
 
 _LOCK = "select pg_advisory_xact_lock(hashtextextended('idemconsumer.migration.' || %s, 0))"
@@ -55,7 +55,7 @@ _APPLIED = "select version, name, checksum, applied_at from {schema}.migration o
 _MADE = {
     "table": r"^create table \{schema\}\.(\w+)",
     "sequence": r"^create sequence \{schema\}\.(\w+)",
-    # Without those of triggers, which fire without a right.
+    # Without trigger functions, which fire without a right.
     "function": r"^create function \{schema\}\.(\w+)\([^;]*?\)\s+returns (?!trigger\b)",
 }
 
@@ -64,7 +64,7 @@ _Applied = dict[int, "Migration"]  # by version
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One numbered file. `applied_at` is None while it is pending. `text` is None where only the database knows it: a
+    """One numbered file. `applied_at` is None while it is pending. `text` is None if only the database knows it: a
     later version of this package has applied it."""
 
     version: int
@@ -90,8 +90,8 @@ def migrate(
 ) -> list[Migration]:
     """Apply the pending migrations, each in a commit of its own, and return them.
 
-    `wait` is the seconds to wait in total, for locks and for a server that takes no connections. Without it, locks get
-    five minutes, and an unreachable server is an error at once. `say` is called with a text for each thing that is
+    `wait` is the seconds to wait in total, for locks and for a server that accepts no connections. Without it, locks
+    get five minutes, and an unreachable server is an error at once. `say` is called with a text for each thing that is
     waited for. Raises ConfigurationError if an applied file has changed or the schema's name cannot be used,
     LockNotGiven, StoreUnavailable if the database cannot be reached, and psycopg.Error if a statement fails.
     """
@@ -101,10 +101,11 @@ def migrate(
 def apply(
     dsn: str, schema: str, *, wait: float | None = None, say: Callable[[str], None] = lambda _: None
 ) -> Iterator[Migration]:
-    """Apply the pending migrations, each as it is asked for; none if there are none, or if others apply them meanwhile.
+    """Apply the pending migrations, one for each step of the iterator; none if there are none, or if others apply them
+    meanwhile.
 
-    Each migration is committed separately: if one fails, those before it stay and its own changes do not. This tries to
-    get a lock for a short time, again and again (R32). Parameters and errors are as for `migrate`.
+    Each migration is committed separately: if one fails, those before it stay and its own changes do not. Locks are
+    requested with a short timeout, again and again (R32). Parameters and errors are as for `migrate`.
     """
     check_schema(schema)
     waiting = LockWaiting(LOCKS if wait is None else wait, say)
@@ -117,14 +118,14 @@ def apply(
                 return
         except LockNotGiven:
             raise
-        except StoreUnavailable as error:  # what was committed is found again by the next connection
+        except StoreUnavailable as error:  # the next connection sees what was committed
             if wait is None:
                 raise
             waiting.for_server(error)
 
 
 def status(dsn: str, schema: str) -> list[Migration]:
-    """All migrations of this version of the package, applied or pending, in order, and behind them those that only the
+    """All migrations of this version of the package, applied or pending, in order, and after them those that only the
     database knows. Changes nothing.
 
     Raises like `migrate`.
@@ -137,7 +138,7 @@ def status(dsn: str, schema: str) -> list[Migration]:
 
 
 def script(migrations: Sequence[Migration], schema: str) -> str:
-    """The SQL of these migrations for a person to run, with the schema filled in; it records itself as applied."""
+    """The SQL of these migrations for a person to run, with the schema filled in. It records itself as applied."""
     check_schema(schema)
     parts = []
     for migration in migrations:
@@ -167,7 +168,7 @@ def files() -> tuple[Migration, ...]:
 
 
 def names(of: Literal["table", "sequence", "function"]) -> list[str]:
-    """Those of all that the migrations make of this kind, and that statements use."""
+    """The names of all objects of this kind that the migrations create and statements use."""
     return [name for each in files() for name in re.findall(_MADE[of], each.text or "", re.M)]
 
 
@@ -227,7 +228,7 @@ def _applied(connection: psycopg.Connection, schema: str) -> _Applied:
 
 
 def _compare(wanted: Sequence[Migration], applied: _Applied, schema: str) -> list[Migration]:
-    """Pair files with what the database has applied. A newer database is fine (R32)."""
+    """Match the files with those that the database has applied. A newer database is fine (R32)."""
     result = []
     for each in wanted:
         if (found := applied.get(each.version)) is not None and found.checksum != each.checksum:

@@ -1,6 +1,6 @@
 """Transactions of a saga in which a user's function runs: a `tx` step or its undo, and a completion in doubt.
 
-Their fence is locked already, and what they are about to do is written; they are not sealed yet.
+The saga's row is locked already, and what they are about to do is written; they are not sealed yet.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from idemconsumer.stores.leased_saga import Begun, Kinship, LeasedSaga
 
 
 class PostgresCompletion:
-    """One that completes the saga if it is finished; its record is COMPLETED already. `claims` is the transaction."""
+    """A transaction that completes the saga if it is done; its record is COMPLETED already. `claims` is the
+    transaction."""
 
     def __init__(self, claims: PostgresClaims, saga: LeasedSaga) -> None:
         self.claims = claims
@@ -25,14 +26,14 @@ class PostgresCompletion:
         self.check = claims.check
 
     async def finish(self, result: StoredResult | None) -> None:
-        """Result, the end of the saga's row, seal and COMMIT as one act. Raises as `PostgresClaims.complete`."""
+        """Store the result, delete the saga's row, seal and COMMIT as one act. Raises as `PostgresClaims.complete`."""
         note = {"key": self._key, "what": "reconciled", "detail": "done"}
         results = [] if result is None else [(self._key, result)]
         await self.claims.complete(results, [], more=[("note", note), ("end_saga", {"key": self._key})])
 
 
 class PostgresStep:
-    """One of a `tx` step, or of its undo; the checkpoint is inserted. `claims` is the transaction."""
+    """The transaction of a `tx` step, or of its undo; the checkpoint is inserted. `claims` is the transaction."""
 
     def __init__(self, claims: PostgresClaims, saga: LeasedSaga, name: str, *, undo: bool) -> None:
         self.claims = claims
@@ -43,8 +44,8 @@ class PostgresStep:
         self.check = claims.check
 
     async def start_child(self, claim: Claim, queued: tuple[str, str] | None) -> Begun:
-        """Put on record that this saga starts the one of `claim` (L47). With the queue and the key of its message, one
-        that somebody else has put there counts as being there."""
+        """Record that this saga starts the one of `claim` (L47). `queued`: the queue and the key of its message; then a
+        message that another client has put there counts as existing."""
         queue, given = queued or (None, None)
         its = {"claims": claimed([claim], [None]), "key": self._key, "queue": queue, "given": given}
         rows = await self.claims.send("start_child", its)
@@ -57,7 +58,8 @@ class PostgresStep:
         return Kinship(*row)
 
     async def finish(self, output: StoredResult | None, *, overlapped: bool) -> int:
-        """Output, position, seal and COMMIT as one act; returns the position. Raises as `PostgresClaims.complete`."""
+        """Store output and position, seal and COMMIT as one act; returns the position. Raises as
+        `PostgresClaims.complete`."""
         return await self.claims.complete([], [], last=("finish_step", self._finished | finished(output, overlapped)))
 
 

@@ -1,7 +1,7 @@
-"""The connections of one process to one schema, and what all that use them share: the statements, the scopes' ids.
+"""The connections of one process to one schema, and what all their users share: the statements, the scopes' ids.
 
-Connections default to read-only transactions and only the engine's own BEGIN lifts that, so what a handler writes after
-a ROLLBACK of its own is refused even if it then commits.
+Connections default to read-only transactions, and only the engine's own BEGIN lifts that. So a handler's writes after a
+ROLLBACK of its own are refused even if it then commits.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ from idemconsumer.user_code.cancellation import CancellationWatch, run_on
 T = TypeVar("T")
 
 _ACQUIRE_SECONDS: Final = 3.0  # an outage is noticed within this time
-_TRY_SECONDS: Final = 0.5  # and its end within this
-_IDLE_SECONDS: Final = 15.0  # R45: in which one was not needed, and is closed
+_TRY_SECONDS: Final = 0.5  # and its end within this time
+_IDLE_SECONDS: Final = 15.0  # R45: a connection that was not needed for so long is closed
 _CLOSE_SECONDS: Final = 2.0
 _SPARE_SECONDS: Final = 10.0  # R20: the server's own limits, five seconds beyond a handler's, come first
-_READY_SECONDS: Final = 5.0  # while one is made, all who wait wait for it
+_READY_SECONDS: Final = 5.0  # while a connection is prepared, all checkouts wait for it
 _ASK_SECONDS: Final = 1.0
-_CALM: Final = 60.0  # seconds without preparing, once a schema has changed
+_CALM: Final = 60.0  # seconds without prepared statements, once a schema has changed
 _SCOPES: Final = 10_000  # that a process remembers, about 2 MB
-_SCOPES_FOR: Final = 43_200.0  # seconds: R30, far less than the days in which a scope goes
+_SCOPES_FOR: Final = 43_200.0  # seconds: R30, far less than the days after which a scope is pruned
 
 
 class _Connections(AsyncConnectionPool[PoolSession]):
     @classmethod
     async def worker(cls, q: Any) -> None:
-        """The pool's own goes on if it is cancelled while it connects, and a loop that ends would wait for it for ever
-        (H15)."""
+        """A pool's own worker continues if it is cancelled while it connects, and a loop that ends would wait for it
+        for ever (H15)."""
         await run_on(super().worker(q), "worker of the pool")
 
     async def _signal_stop_worker(self) -> list[Any]:
-        """`close` waits for these, then closes connections. One that its loop has cancelled would end it (O26)."""
+        """`close` waits for these, then closes connections. A worker that its loop has cancelled would end it (O26)."""
         return [task for task in await super()._signal_stop_worker() if not task.done()]
 
 
 class Pool:
-    """At most `connections`, made when they are needed; more callers than that wait, and `parties` share them fairly.
+    """At most `connections`, opened when they are needed; further checkouts wait, and `parties` share fairly.
 
-    `longest_run`, `lease` and `beside` are those of SessionRules. With `hasty` nobody waits where no server listens:
-    who asks has a client that waits, and comes again (H10). With `require_standby` nothing is committed that no
-    synchronous standby has to confirm (R22). To be opened and closed by its owner. Raises ConfigurationError for a
-    schema that is no name.
+    `longest_run`, `lease` and `beside` are those of SessionRules. With `hasty` a checkout fails at once where no server
+    listens: its caller has a waiting client, which will retry (H10). With `require_standby` no transaction is committed
+    unless a synchronous standby has to confirm it (R22). The owner opens and closes it. Raises ConfigurationError for
+    an invalid name of a schema.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class Pool:
         self.unlogged = Unlogged()
         self.longest_answer = max(longest_run + _SPARE_SECONDS, PATIENCE)
 
-        self.readers: set[int] = set()  # numbers of this process under which something may be on record (B17)
+        self.readers: set[int] = set()  # numbers of this process under which readings may be recorded (B17)
         self._most = connections
         self._dsn = dsn
         self.forget_scopes()
         self._silent_at = self._changed_at = self._cut_at = self._unheard_at = -math.inf
         self.missed_at = -math.inf  # when a statement of ours last lacked a right or a table (R43)
-        self._failure = ""  # of the last attempt to connect
+        self._failure = ""  # the error of the last attempt to connect
         self._hasty = hasty
-        # Queueing for a connection is no outage, however long it takes; what the pool times out on is one.
+        # Queueing for a connection is no outage, however long it takes; a timeout of the pool is one.
         self._sharing = Sharing(connections, parties)
         self._rules = SessionRules(dsn, longest_run, lease, beside)
         self._refused: ConfigurationError | None = None
@@ -122,23 +122,24 @@ class Pool:
         return self._sharing.used, self._most, self._sharing.pending
 
     def held_for(self, seconds: float) -> list[tuple[int, str]]:
-        """Of the connections that somebody has had for so long: the server's process, and the party."""
+        """The connections that were checked out for so long: each with the server's process id, and the party."""
         before = time.monotonic() - seconds
         return [(each.server_pid, each.taken_by) for each in self._in_use if each.taken_at < before and not each.closed]
 
     @property
     def full(self) -> bool:
-        """Whether the code running here would have to wait for one."""
+        """Whether the current task would have to wait for a connection."""
         return self._sharing.full
 
     @property
     def held_here(self) -> bool:
-        """Whether the code running here has a connection of this pool."""
+        """Whether the current task has a connection of this pool."""
         return self._sharing.held_here
 
     @property
     def prepares(self) -> bool:
-        """Not while a schema changes: where tenants have one each, a plan would fit none of them for long (J28)."""
+        """Whether to prepare statements: not while a schema changes. Where each tenant has one, no plan would fit for
+        long (J28)."""
         return time.monotonic() - self._changed_at > _CALM
 
     async def open(self) -> None:
@@ -152,7 +153,8 @@ class Pool:
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[PoolSession]:
-        """One for the caller alone. What is open on it at the end is rolled back, and what was changed is reset (J21).
+        """A connection for the caller alone. An open transaction is rolled back at the end, and a changed session is
+        reset (J21).
 
         Raises StoreUnavailable, or ConfigurationError for a session on which our rules would not hold (R17).
         """
@@ -161,7 +163,7 @@ class Pool:
             try:
                 connection = await self._answering(outside)
             except (PoolTimeout, psycopg.OperationalError) as error:
-                if refused := self._refused:  # the pool itself only says that it had nothing in time
+                if refused := self._refused:  # the pool itself only reports that it had no connection in time
                     self._refused = None
                     raise refused from None
                 raise StoreUnavailable(f"no connection to the database: {error_text(error)}") from error
@@ -190,8 +192,8 @@ class Pool:
                     await self._pool.putconn(connection)
 
     async def _leave(self, connection: PoolSession) -> None:
-        """Roll back what is open (J15), and reset what was changed (J21). A connection that is not idle then is closed,
-        and the pool drops it."""
+        """Roll back an open transaction (J15), and reset a changed session (J21). A connection that is not idle
+        afterwards is closed, and the pool drops it."""
         if connection.closed or (connection.idle and not connection.changed):
             return
         connection.patience = min(connection.patience, PATIENCE)
@@ -209,7 +211,7 @@ class Pool:
             await connection.close()
 
     async def reset(self, connection: PoolSession) -> None:
-        """Roll back, and make the session what it was: in one message, behind which a pooler gives it away."""
+        """Roll back and reset the session, in one message, since a pooler may hand the session on after each."""
         idle = connection.info.transaction_status == pq.TransactionStatus.IDLE
         await connection.simple((b"" if idle else b"rollback; ") + self.queries["reset_session"] + connection.again)
         connection.statements.dropped()
@@ -231,9 +233,9 @@ class Pool:
         self.forget_scopes()  # it may lead to a standby or a backup, which lacks the last of them
 
     async def _answering(self, outside: CancellationWatch) -> PoolSession:
-        """One whose server has not ended it while it rested (R21), and that was made since another fell silent: those
-        that rested meanwhile go the same way (R20). So do those on which something was prepared for a schema that has
-        changed (J28)."""
+        """A connection that its server has not closed while it was idle (R21), and that was opened after the last time
+        one fell silent: those that were idle then lead to the same server (R20). It was also opened after a schema
+        changed for which statements were prepared (J28)."""
         while True:
             connection = await self._given(outside)
             connection.look()
@@ -245,7 +247,8 @@ class Pool:
             await self._pool.putconn(connection)
 
     async def _given(self, outside: CancellationWatch) -> PoolSession:
-        """The pool tries to connect once for who asks, and says nothing when that fails: so ask again (R8)."""
+        """Ask the pool again and again: it tries to connect once for each request, and does not report a failure
+        (R8)."""
         began = time.monotonic()
         while True:
             try:
@@ -253,7 +256,7 @@ class Pool:
                 self._failure = ""
                 return connection
             except PoolTimeout:
-                if outside.requested:  # asyncio.wait_for again
+                if outside.requested:  # a cancellation that asyncio.wait_for has swallowed, as above
                     raise asyncio.CancelledError from None
                 if self._hasty and self._unheard_at >= began:
                     raise PoolTimeout("no server listens there") from None
@@ -261,8 +264,8 @@ class Pool:
                     raise PoolTimeout(f"none within {_ACQUIRE_SECONDS:g} s: {self._failure}".rstrip(": ")) from None
 
     async def waits_for_lock(self, connection: PoolSession) -> bool:
-        """Whether a statement on `connection` waits for a lock, as its server says to a connection of its own: the pool
-        may have none left. False if there is no answer within a second."""
+        """Whether a statement on `connection` waits for a lock, asked on a connection of its own to the same server,
+        since the pool may have none left. False if there is no answer within a second."""
         with suppress(psycopg.Error, OSError, TimeoutError):
             info = connection.info
             address = {"hostaddr": info.hostaddr} if info.hostaddr else {}
@@ -274,25 +277,25 @@ class Pool:
         return False
 
     def cut_within(self, seconds: float) -> bool:
-        """Whether a connection on which nothing ran has been found ended so lately, for no crash of another session."""
+        """Whether an idle connection was found closed so lately, and not because another session crashed."""
         return time.monotonic() - self._cut_at < seconds
 
     async def server_started(self) -> datetime:
-        """When the server was started, by its clock: another time is another server, or a restart."""
+        """When the server was started, by its clock: a different time means another server, or a restart."""
         ((started,),) = await self.read("server_started", {})
         return started  # type: ignore[no-any-return]
 
     async def born(self) -> str:
-        """What tells this schema from one in any other database (H33)."""
+        """A text that distinguishes this schema from one in any other database (H33)."""
         ((born,),) = await self.read("born", {})
         return str(born)
 
     async def scope_ids(self, connection: PoolSession, claims: Sequence[Claim]) -> list[int]:
-        """Ids of the scopes. Those that this process has not met lately are looked up together, and new ones committed
-        on the spot, on this same connection (J16: a second could be waited for by every lane at once)."""
+        """Ids of the scopes. Those that this process has not used lately are read together, and new ones are committed
+        at once, on this same connection (J16: if each lane needed a second one, all could wait for one at once)."""
         if time.monotonic() - self._scopes_since > _SCOPES_FOR:
             self.forget_scopes()
-        scopes = self._scopes  # what is met here is not put into a later one
+        scopes = self._scopes  # kept, since `forget_scopes` may replace it while this waits
         retains = {claim.scope: claim.retain for claim in claims}
         ids = {name: scopes[name] for name in retains if name in scopes}
         for name in ids:
@@ -300,7 +303,7 @@ class Pool:
         if new := [name for name in retains if name not in ids]:
             given = {"names": new, "retains": [retains[name] for name in new]}
             met = dict(await self.run(connection, "meet_scopes", given))
-            # Only now: what the server has not committed may be rolled back, and its id given to another scope (R30).
+            # Only now: a scope that the server has not committed may be rolled back, and its id reused (R30).
             scopes |= met
             ids |= met
         while len(scopes) > _SCOPES:
@@ -308,21 +311,21 @@ class Pool:
         return [ids[claim.scope] for claim in claims]
 
     def forget_scopes(self) -> None:
-        """R30: one has been pruned, all are old, or the server may have given their ids to others."""
+        """R30: a scope was pruned, all are old, or the server may have given their ids to others."""
         self._scopes: dict[str, int] = {}  # the one used last at the end
         self._scopes_since = time.monotonic()
 
     async def alone(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-        """One statement on tables that the guard does not watch, in a transaction of its own, and its rows. Planned
-        each time: a plan that was made when a table was small may scan all of it when it is large (G5).
+        """Run one statement on tables that the guard does not watch, in a transaction of its own; returns its rows. It
+        is planned each time: a plan made while a table was small may scan all of it when it is large (G5).
 
-        Raises StoreUnavailable also for a lock that a rival holds: nothing happened, and it can be done again.
+        Raises StoreUnavailable also for a lock that another transaction holds: nothing happened, so it can be repeated.
         """
         async with self.connection() as connection:
             return await self.run(connection, name, params)
 
     async def read(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-        """One statement that writes nothing, sent without BEGIN and COMMIT and planned each time. Raises as `alone`."""
+        """Run one statement that writes nothing, without BEGIN and COMMIT and planned each time. Raises as `alone`."""
         async with self.connection() as connection:
             try:
                 cursor = await OwnCursor(connection).execute(self.queries[name], params, prepare=False)
@@ -331,7 +334,7 @@ class Pool:
                 raise cause_of(connection, error) from error
 
     async def look(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-        """As `read`, in half of its time: one simple query, as claims are. Raises as `alone`."""
+        """As `read`, in half the time: as one simple query, like claims. Raises as `alone`."""
         async with self.connection() as connection:
 
             async def look() -> list[tuple[Any, ...]]:
@@ -343,8 +346,8 @@ class Pool:
     async def run(self, connection: PoolSession, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         """As `alone`, on a connection with no open transaction.
 
-        It is one simple query, which is answered whole or not at all: of psycopg's pipelines a cancellation may leave
-        the mode on, and a part of what was to be one transaction on the server (J15).
+        It is one simple query, which is answered as a whole or not at all. A cancellation of a psycopg pipeline may
+        leave pipeline mode on, and on the server a part of what was to be one transaction (J15).
         """
 
         async def run() -> list[tuple[Any, ...]]:
@@ -355,7 +358,7 @@ class Pool:
         return await self._done(connection, run)
 
     async def _done(self, connection: PoolSession, act: Callable[[], Awaitable[T]]) -> T:
-        """What it returns. If a changed session may be why it fails, it is done again after a reset (J25)."""
+        """The result of `act`. If a changed session may be why it fails, it is repeated after a reset (J25)."""
         try:
             try:
                 return await act()
@@ -373,12 +376,12 @@ class Pool:
 
     @property
     def standby(self) -> list[bytes]:
-        """What refuses a COMMIT for which no synchronous standby is waited for, if one is required (R22)."""
+        """Statements that refuse a COMMIT which waits for no synchronous standby, if one is required (R22)."""
         return [self.queries["standby"]] if self.require_standby else []
 
 
 class Unlogged:
-    """What keeps the delivery log from being written, said once."""
+    """Why the delivery log cannot be written; logged once."""
 
     def __init__(self) -> None:
         self._problem: str | None = None
@@ -393,7 +396,7 @@ class Unlogged:
 
 
 def cause_of(connection: Connection, error: psycopg.Error) -> Exception:
-    """Of a small transaction of our own that failed."""
+    """The exception for an error in a small transaction of our own."""
     if error.sqlstate == NOT_DURABLE:
         return ConfigurationError(not_durable(error))
     cause = translate(connection, error, ours=True)

@@ -1,8 +1,8 @@
 """RequestStore on Postgres: a claim is committed first, as a record that is PROCESSING and a row of `request`.
 
-The row says whose it is: a token, and the lease of a process, which a thread renews (`heartbeat`). Whoever ends the
-request locks the row by its token, so a former owner finds none. Claims here and claims in joined mode exclude each
-other: both take the key's lock, and insert into the same index (J1, H20).
+The row names the owner: a token, and the lease of a process, which a thread renews (`heartbeat`). The statement that
+ends the request locks the row by its token, so a former owner's finds none. Claims here and claims in joined mode
+exclude each other: both take the key's lock, and insert into the same index (J1, H20).
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from idemconsumer.user_code.cancellation import ends_this_task, retrieve
 
 LEASE: Final = 30.0  # seconds
 _PATIENCE: Final = 2.0  # seconds for a lock that a claim has met
-_PAUSE: Final = 1.0  # seconds in which no lease is asked for after one could not be had
+_PAUSE: Final = 1.0  # seconds without another attempt to get a lease, after one has failed
 _NO_SUCH_TEXT: Final = ("22021", "22P05")  # in the encoding of the database
 _OVER: Final = "the lease of this process has ended, and it has no new one yet"
 
 
 class RequestLease(Protocol):
-    """That of this process. `worker` is another one after it was lost."""
+    """The lease of this process. After it was lost, `worker` is another one."""
 
     @property
     def worker(self) -> int: ...
 
     @property
     def over(self) -> bool:
-        """It was lost, as `lost` was told, and there is no other one yet."""
+        """Whether it was lost, as `lost` has reported, and there is no other one yet."""
         ...
 
     async def start(self, lost: Callable[[], None]) -> None:
@@ -71,14 +71,14 @@ class _Mine:
 
 
 class PostgresRequests:
-    """See `ports.RequestStore`. A claim is one exchange, or two where an owner was lost; so is its end.
+    """See `ports.RequestStore`. A claim is one round trip, or two if an owner was lost; so is its end.
 
     The lease is registered by the first claim. It is renewed while the event loop is not blocked for longer than
     `longest_run`; after that it ends within `lease` seconds, and `lost` is called once the loop runs again.
     """
 
     def __init__(self, pool: Pool, lease: RequestLease) -> None:
-        """`pool` stays its owner's."""
+        """`pool` is closed by its owner, not here."""
         self._pool = pool
         self._lease = lease
         self._starting: asyncio.Task[None] | None = None  # or started
@@ -86,7 +86,7 @@ class PostgresRequests:
         self._losses = 0
         self._held: dict[bytes, _Mine] = {}
         self._in_doubt: set[bytes] = set()  # keys that are being claimed
-        self._dropping: set[bytes] = set()  # keys whose claim by this process, if there is one, is being taken back
+        self._dropping: set[bytes] = set()  # keys for which a claim of this process, if there is one, is being deleted
         self._unfinished = Unfinished()
         self._recent = Recent()
         self.peek = Looks(pool).record
@@ -98,7 +98,7 @@ class PostgresRequests:
         return cls(pool, Heartbeat(dsn, schema, lease=lease, patience=longest_run))
 
     async def close(self) -> None:
-        """The lease ends at once, and with it what is still held."""
+        """The lease ends at once, and with it all claims that are still held."""
         await self._unfinished.close()
         if self._starting is not None:
             await asyncio.wait({self._starting})
@@ -109,11 +109,11 @@ class PostgresRequests:
     async def claim(self, claim: Claim, lost: Callable[[], None], *, again: bool = True) -> Held | Running | Record:
         if (running := self._runs(claim.key)) is not None:
             return running
-        if claim.key in self._recent:  # most likely it has ended, and one look is less than a claim
+        if claim.key in self._recent:  # most likely it has ended, and a read costs less than a claim
             record = await self.peek(claim.key)
             if record is not None and record.state in ENDED:
                 return record
-        # From here to `_in_doubt` nothing is waited for: two would both have the key, as one process's.
+        # No await from here to `_in_doubt`: of two tasks of this process, both would get the key.
         if (running := self._runs(claim.key)) is not None:
             return running
         if claim.key in self._dropping:
@@ -128,13 +128,13 @@ class PostgresRequests:
         return found
 
     def _runs(self, key: bytes) -> Running | None:
-        """Whether this process has it, or is claiming it."""
+        """Whether this process has the key, or is claiming it."""
         if (mine := self._held.get(key)) is not None:
             return Running(mine.record)
         return Running() if key in self._in_doubt else None
 
     async def _claim(self, claim: Claim, lost: Callable[[], None], again: bool) -> Held | Running | Record:
-        if self._lease.over:  # for the database it may be good: what runs there would be taken for a claim of ours
+        if self._lease.over:  # in the database it may be valid: a request running there would look like a claim of ours
             raise StoreUnavailable(_OVER)
         worker, losses = self._lease.worker, self._losses
 
@@ -190,7 +190,7 @@ class PostgresRequests:
                 raise StoreUnavailable("no lease: the database could not be reached just now")
             self._starting = asyncio.create_task(self._start())
             self._starting.add_done_callback(retrieve)
-        # Who waits for it no longer leaves it to the next: of two that register at once, one would not be renewed.
+        # A caller that stops waiting does not stop it: of two registered at once, one would not be renewed.
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
@@ -226,7 +226,7 @@ class PostgresRequests:
     async def _completed(
         self, key: bytes, token: int, result: StoredResult, state: State, *, lost_by: str | None = None
     ) -> bool:
-        """`lost_by`: only if it was lost, and who has decided about it."""
+        """`lost_by`: None, or, if it may be stored only while the request is lost, the person who decided."""
         given: dict[str, Any] = {"key": key, "token": token, "state": int(state)} | kept_row(result)
         statement = "complete_request" if lost_by is None else "settle_lost_request"
         try:
@@ -237,7 +237,7 @@ class PostgresRequests:
             raise
         if done.ntuples:
             return True
-        # Another owner has it; or this is a repetition, after a COMMIT whose answer was lost.
+        # Another owner has it, or this is a repetition after a COMMIT whose answer was lost.
         record = await self.peek(key)
         return record is not None and (record.state, record.result) == (state, result)
 
@@ -248,7 +248,7 @@ class PostgresRequests:
 
         try:
             await self._unfinished.do(held.claim.key, release)
-        except BaseException as error:  # then it is done later
+        except BaseException as error:  # the release is done later
             if ends_this_task(error):
                 raise
 
@@ -259,7 +259,8 @@ class PostgresRequests:
             del self._held[held.claim.key]
 
     def _doubt(self, key: bytes, worker: int) -> None:
-        """It may be ours without our knowing: then nobody would end it while this process lives."""
+        """The key may be claimed in our name without our knowledge. Then nothing would end the claim while this process
+        lives, so it is deleted later."""
 
         async def drop() -> None:
             if key in self._in_doubt:
@@ -296,7 +297,7 @@ class PostgresRequests:
         return bool((await self._commit(("lock_key", {"key": key}), ("release_lost_request", given))).ntuples)
 
     async def _commit(self, *statements: Statement) -> PGresult:
-        """As a whole transaction: the answer to the last one."""
+        """Run them as a whole transaction; returns the answer to the last one."""
         with short():
             async with transaction(self._pool, group=1) as claims:
                 return (await claims.commit(statements))[-1]

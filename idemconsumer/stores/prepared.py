@@ -2,11 +2,11 @@
 
 For each run, psycopg's cursor converts the statement again, chooses how rows are made and keeps the result. That is as
 much work as the exchange with the server, and a third of a worker's cost per message. Here a statement that returns no
-rows is sent with parameters converted as in its first run, by its name if psycopg has prepared it; and any one may be
-sent ahead (J26). The name is looked up in psycopg each time, since psycopg drops all names after a rollback (J12), and
-what may be prepared is decided here too (J28). For that, this file reads psycopg's private attributes.
+rows is sent with parameters converted as in its first run, by its name if psycopg has prepared it. Any statement may be
+pipelined (J26). The name is read from psycopg each time, since psycopg drops all names after a rollback (J12). This
+file also decides what may be prepared (J28). For all that, it reads psycopg's private attributes.
 
-What is kept is how to convert, and no message's parameters. It is good for UTF-8 only: psycopg's converters remember
+What is kept is the conversion, never the parameters of a message. It is valid for UTF-8 only: psycopg's converters keep
 the encoding that they were made for, and a handler may set another one for its transaction.
 """
 
@@ -29,16 +29,16 @@ from idemconsumer.stores.ahead import Ahead, Sent
 Params: TypeAlias = Sequence[Any] | Mapping[str, Any]
 
 _MOST: Final = 100  # statements remembered per connection
-_PASSING: Final = 50  # names that are of no use any more, before the server is told
-_LONGEST: Final = 16_384  # characters of one that is remembered
+_PASSING: Final = 50  # names that are of no use any more, before the server is told to drop them
+_LONGEST: Final = 16_384  # characters of a statement that is remembered
 
 
 class Names(PrepareManager):
-    """Those of one session. `by_itself`: what is run again and again may be prepared, though nobody asked for it.
+    """The prepared statements of one session. `by_itself`: repeated statements may be prepared without a request.
 
-    Where a parameter has no type, as text has none, the server gives it that of the column, and a prepared statement
-    keeps it when the column gets another one. So its name is of one transaction, whose locks keep the columns as they
-    are; `epoch` tells one from the next (J28).
+    If a parameter has no type, as text has none, the server gives it the column's type, and the prepared statement
+    keeps that type when the column's changes. So its name is valid for one transaction, whose locks keep the columns as
+    they are; `epoch` distinguishes the transactions (J28).
     """
 
     def __init__(self, pgconn: PGconn) -> None:
@@ -47,22 +47,22 @@ class Names(PrepareManager):
         self.epoch = self._passing = 0
         self._pgconn = pgconn
         self._path: bytes | None = None
-        self._often: set[Any] = set()  # what was prepared for one transaction, and will be for the next one
+        self._often: set[Any] = set()  # statements that were prepared for one transaction, and will be for the next one
 
     def key(self, query: PostgresQuery) -> Any:  # type: ignore[override]
         types = query.types
         return query.query, types, self._path, self.epoch if 0 in types else 0
 
     def get(self, query: PostgresQuery, prepare: bool | None = None) -> tuple[Prepare, bytes]:
-        self._path = self._pgconn.parameter_status(b"search_path")  # from Postgres 18 on
+        self._path = self._pgconn.parameter_status(b"search_path")  # reported by Postgres 18 and newer
         ready, name = super().get(query, prepare if self.by_itself or prepare is not None else False)
         if ready is Prepare.SHOULD:
             self._passing += 0 in query.types
         return ready, name
 
     def ahead(self, query: PostgresQuery) -> tuple[bool, bytes]:
-        """For what is sent ahead, as `get` and what psycopg does behind it: whether to prepare it, and its name. What
-        another transaction has prepared before is prepared at once, which costs no round trip here."""
+        """As `get` and psycopg's work after it, for a pipelined statement: whether to prepare it, and its name. One
+        that an earlier transaction has prepared is prepared at once, which costs no round trip here."""
         if not self.by_itself or self.prepare_threshold is None:
             return False, b""
         self._path = self._pgconn.parameter_status(b"search_path")
@@ -107,15 +107,15 @@ class PreparedStatements:
         self._ahead: dict[tuple[str, bool], PostgresQuery] = {}
 
     def begin(self) -> None:
-        """Another transaction."""
+        """A new transaction begins."""
         self._names.next_epoch()
 
     def prepare(self, *, by_itself: bool) -> None:
-        """From now on: whether anything may be prepared that nobody asked for."""
+        """Set whether statements may be prepared from now on without a request."""
         self._names.by_itself = by_itself
 
     def _keeps(self, query: str) -> bool:
-        """Whether its conversion is kept, and one that is may be used."""
+        """Whether the statement's conversion may be kept, and a kept one used."""
         return len(query) <= _LONGEST and self._connection.pgconn.parameter_status(b"client_encoding") == b"UTF8"
 
     def dropped(self) -> None:
@@ -124,10 +124,10 @@ class PreparedStatements:
         self._names._counts.clear()
 
     def forget(self) -> bool:
-        """As psycopg does before it sends DEALLOCATE ALL; whether there is anything to deallocate."""
+        """Forget all names, as psycopg does before it sends DEALLOCATE ALL; returns whether there were any."""
         if not self._names.clear():
             return False
-        self._names._to_flush.clear()  # it is to be sent by the caller
+        self._names._to_flush.clear()  # the caller sends it
         return True
 
     async def run(self, query: object, params: Params | None) -> int | None:
@@ -145,7 +145,7 @@ class PreparedStatements:
                 ready, name = self._names.get(converted)
                 if ready is Prepare.SHOULD or self._names._to_flush:
                     return None
-                if self._names.maybe_add_to_cache(converted, ready, name) is not None:  # it is not evicted next
+                if self._names.maybe_add_to_cache(converted, ready, name) is not None:  # used now, so not evicted next
                     self._names._rotate()
                 result = await connection.wait(self._sent(name, converted))
             finally:
@@ -153,7 +153,7 @@ class PreparedStatements:
         return -1 if result.command_tuples is None else result.command_tuples
 
     def send(self, ahead: Ahead, sent: Sent, query: str, params: Params | None) -> None:
-        """Send it ahead. Nobody else may be at work on the connection. Raises what psycopg does for wrong `params`."""
+        """Pipeline a statement. No other exchange may be in progress. Raises psycopg's errors for wrong `params`."""
         known, keeps = (query, params is None), self._keeps(query)
         if (converted := self._ahead.get(known) if keeps else None) is None:
             converted = PostgresQuery(Transformer(self._connection))
@@ -165,7 +165,7 @@ class PreparedStatements:
         else:
             converted.dump(params)
         names = self._names
-        while names._to_flush:  # psycopg's cursors see to it, and there may be none
+        while names._to_flush:  # psycopg's cursors send these, but there may be none
             ahead.send(Sent(), b"DEALLOCATE " + (names._to_flush.popleft() or b"ALL"))
         prepare, name = names.ahead(converted)
         ahead.send(sent, converted.query, converted, prepare=prepare, name=name)

@@ -1,4 +1,4 @@
-"""What `check` says of the server: what a commit there outlives, how many connections it has, how it is tuned."""
+"""What `check` reports of the server: what a commit there survives, how many connections it has, how it is tuned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Connection = psycopg.AsyncConnection[Any]
 
 @asynccontextmanager
 async def _asked(dsn: str) -> AsyncIterator[_Connection]:
-    """A connection to ask on. Raises StoreUnavailable."""
+    """A connection for queries. Raises StoreUnavailable."""
     try:
         async with await connect_async(dsn, connect_timeout=5) as connection:
             yield connection
@@ -38,17 +38,17 @@ async def _row(connection: _Connection, query: str, given: Mapping[str, Any] | N
 
 
 # ---------------------------------------------------------------------------------------------------------- standbys
-# R22: with asynchronous standbys alone a failover loses what was acknowledged last, record, effects and result, while
-# the broker has deleted the message already. `check` says so, and `require_synchronous_standby` refuses to run so.
-_WAITING: Final = ("on", "remote_apply")  # of synchronous_commit: COMMIT waits until a standby has flushed it
+# R22: if all standbys are asynchronous, a failover loses what was acknowledged last (record, effects and result), and
+# the broker has deleted the message already. `check` warns of it; with `require_synchronous_standby` it is refused.
+_WAITING: Final = ("on", "remote_apply")  # values of synchronous_commit: COMMIT waits until a standby has flushed it
 _REMEDY: Final = (
     "ALTER SYSTEM SET synchronous_standby_names = 'ANY 1 (*)'; ALTER SYSTEM SET synchronous_commit = on; "
     "SELECT pg_reload_conf()"
 )
 
 _SETTINGS: Final = "select current_setting('synchronous_standby_names'), current_setting('synchronous_commit')"
-# A standby, also one that is away but has a slot. No consumer of logical replication, and no backup under way. Only
-# members of pg_read_all_stats see a standby's state; the others see that it is there.
+# Standbys, also one that is disconnected but has a slot. No consumers of logical replication, and no running backups.
+# Only members of pg_read_all_stats see a standby's state; other roles see only that it exists.
 _STANDBYS: Final = """
 select count(*), count(*) filter (where sync_state in ('sync', 'quorum')), count(*) filter (where seen)
 from (
@@ -63,14 +63,14 @@ from (
 
 @dataclass(frozen=True)
 class Durability:
-    """What a commit outlives, and what a person should know about it."""
+    """What a commit survives, and what a person should know about it."""
 
     commits: str
     warning: str | None = None
 
 
 async def refuse_unless_synchronous(connection: _Connection) -> None:
-    """Raise ConfigurationError where COMMIT does not wait for a synchronous standby."""
+    """Raise ConfigurationError if COMMIT does not wait for a synchronous standby."""
     names, level = await _row(connection, _SETTINGS)
     if not names or level not in _WAITING:
         raise ConfigurationError(
@@ -80,7 +80,7 @@ async def refuse_unless_synchronous(connection: _Connection) -> None:
 
 
 async def is_durable(connection: _Connection, require_standby: bool) -> bool:
-    """Whether a commit lasts outside of the transaction that was refused: then it was its handler's doing."""
+    """Whether commits are durable outside of the transaction that was refused. Then its handler had changed that."""
     await connection.rollback()
     row = await (await OwnCursor(connection).execute(_SETTINGS)).fetchone()
     if row is None:
@@ -89,14 +89,14 @@ async def is_durable(connection: _Connection, require_standby: bool) -> bool:
 
 
 async def durability(dsn: str) -> Durability:
-    """Raises StoreUnavailable."""
+    """What commits on this server survive. Raises StoreUnavailable."""
     async with _asked(dsn) as connection:
         names, level = await _row(connection, _SETTINGS)
         return judged(names, level, *await _row(connection, _STANDBYS))
 
 
 def judged(names: str, level: str, standbys: int, synchronous: int, seen: int) -> Durability:
-    """`standbys`: how many there are; of how many the state can be `seen`, and how many are `synchronous`."""
+    """`standbys`: how many there are. `seen`: how many of them show their state. `synchronous`: how many are that."""
     if names and level in _WAITING:
         waits = "each commit waits for a synchronous standby"
         if synchronous:
@@ -122,7 +122,7 @@ def judged(names: str, level: str, standbys: int, synchronous: int, seen: int) -
 
 
 # ------------------------------------------------------------------------------------------------------- connections
-# -1 is none. Postgres 16 and newer keep more of them for pg_use_reserved_connections.
+# -1 means no limit. Postgres 16 and newer reserve more connections for pg_use_reserved_connections.
 _CONNECTIONS: Final = """
 select current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
            - coalesce(current_setting('reserved_connections', true)::int, 0),
@@ -133,14 +133,14 @@ _CONSOLE_SECONDS: Final = 3.0
 
 
 class ConnectionLimit(msgspec.Struct, frozen=True):
-    """`most` connections at a time, and what says so. None: it cannot be seen."""
+    """`most` connections at a time, and the setting that limits them. None: it cannot be read."""
 
     most: int | None
     what: str
 
 
 async def narrowest(dsn: str) -> ConnectionLimit:
-    """What a process meets first, of the server or of a pooler before it (R45). Raises StoreUnavailable."""
+    """The lowest limit for a process, of the server or of a pooler in front of it (R45). Raises StoreUnavailable."""
     async with _asked(dsn) as connection:
         pooled = await is_pooled(connection)
         row = await _row(connection, _CONNECTIONS)
@@ -158,8 +158,8 @@ async def narrowest(dsn: str) -> ConnectionLimit:
 
 
 async def _of_pooler(dsn: str) -> ConnectionLimit:
-    """As PgBouncer's console says to who may ask (`admin_users`, `stats_users`). A lane that waits for one of the pool
-    waits; a client more than `max_client_conn` is refused."""
+    """The limit from PgBouncer's console, if this role may ask it (`admin_users`, `stats_users`). A lane waits for a
+    connection of the pool; a client beyond `max_client_conn` is refused."""
     with suppress(psycopg.Error, OSError, TimeoutError, KeyError, ValueError):
         async with asyncio.timeout(_CONSOLE_SECONDS):
             console = make_conninfo(dsn, dbname="pgbouncer", options="", fallback_application_name=NAME)
@@ -177,16 +177,16 @@ async def _of_pooler(dsn: str) -> ConnectionLimit:
 
 
 # ---------------------------------------------------------------------------------------------------------- settings
-# Those, also of our tables, that decide what a claim costs beside many records, and what pruned ones leave. What is
-# committed, they do not change.
+# Settings, also of our tables, that decide what a claim costs among many records, and what pruned records leave behind.
+# They do not change what is committed.
 MINUTES: Final = 30  # of checkpoint_timeout
 _FEWEST_MINUTES: Final = 15
-_MANY: Final = 1_000_000  # records; the index of fewer is written whole soon after each checkpoint
-_SHARE: Final = 0.02  # of a large table's rows, dead ones, after which autovacuum is to come: as migration 0001 has it
+_MANY: Final = 1_000_000  # records; with fewer, the whole index is written soon after each checkpoint anyway
+_SHARE: Final = 0.02  # of a large table's rows: dead rows after which autovacuum should run; as in migration 0001
 _LARGEST_SHARE: Final = 0.05
-_PRUNED: Final = ("record", "result", "step", "history")  # those that have rows for each message, or step
+_PRUNED: Final = ("record", "result", "step", "history")  # tables with rows for each message, or step
 
-# From the catalog, which everybody may read.
+# From the catalog, which every role may read.
 _TUNED: Final = """
 select coalesce((select reltuples::float8 from pg_class c join pg_namespace n on n.oid = c.relnamespace
                  where n.nspname = %(schema)s and c.relname = 'record'), 0),
@@ -211,7 +211,7 @@ order by c.relname
 
 class Server(msgspec.Struct, frozen=True):
     """`records`: about how many there are. `wal_mb` is max_wal_size, `minutes` checkpoint_timeout; `lz4`: whether
-    wal_compression knows it."""
+    wal_compression supports it."""
 
     records: float
     wal_mb: int
@@ -222,7 +222,7 @@ class Server(msgspec.Struct, frozen=True):
 
 
 class TunedTable(msgspec.Struct, frozen=True):
-    """`share`: of its rows, dead ones, after which autovacuum comes."""
+    """`share`: the share of dead rows after which autovacuum runs."""
 
     name: str
     rows: float
@@ -231,7 +231,7 @@ class TunedTable(msgspec.Struct, frozen=True):
 
 
 async def advice(dsn: str, schema: str) -> list[str]:
-    """What to change, each with its reason and the statement. Raises StoreUnavailable."""
+    """Settings to change, each with its reason and the statement. Raises StoreUnavailable."""
     async with _asked(dsn) as connection:
         row = await _row(connection, _TUNED, {"schema": schema})
         tables = await (await connection.execute(_TABLES, {"schema": schema})).fetchall()
@@ -239,9 +239,9 @@ async def advice(dsn: str, schema: str) -> list[str]:
 
 
 def wal_gb(records: float) -> int:
-    """What max_wal_size should be.
+    """The max_wal_size to recommend, in GB.
 
-    A checkpoint begins when about half of it is written. Since then each entry of the index, of some 53 bytes, was
+    A checkpoint begins when about half of it is written. By then each entry of the index, of some 53 bytes, has been
     written once more with its page; the rest is the messages' own, 440 bytes each.
     """
     return 16 * max(1, math.ceil(records / 50e6))

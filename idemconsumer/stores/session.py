@@ -1,8 +1,8 @@
-"""The sessions that handlers run in: what is asked of them, and that it holds (R17).
+"""The sessions that handlers run in: the settings requested for them, and the check that they are in force (R17).
 
-A direct session is told by startup options, which outlast a handler's RESET ALL. A pooler such as PgBouncer does not
-pass them on: there the role must carry the same settings (R18), and nothing is prepared, since the next transaction may
-run in another session of the server.
+A direct session gets them as startup options, which a handler's RESET ALL does not undo. A pooler such as PgBouncer
+does not pass them on: there the role must carry the same settings (R18), and nothing is prepared, since the next
+transaction may run in another session of the server.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from idemconsumer.sql.connecting import (
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.literals import written
 
-LOCK_TIMEOUT: Final = "10s"  # backstop only: the advisory lock means that a claim never waits
+LOCK_TIMEOUT: Final = "10s"  # backstop only: because of the advisory lock a claim never waits
 _LOST_CLIENT: Final = "5s"
-_MOST: Final = 3_600.0  # seconds; what frees a key only after longer than this is no bound
+_MOST: Final = 3_600.0  # seconds; a longer time until a key is free counts as no limit
 _SLACK: Final = 5.0
-OLDEST: Final = 140_000  # the Postgres that has all of what is asked for
-_PREPARE_THRESHOLD: Final = 2  # earlier than psycopg does: a rollback drops all that was prepared
+OLDEST: Final = 140_000  # the oldest Postgres that has all requested settings
+_PREPARE_THRESHOLD: Final = 2  # lower than psycopg's: a rollback drops all prepared statements
 
 _IDLE: Final = "idle_in_transaction_session_timeout"
-_WHOLE: Final = "transaction_timeout"  # since Postgres 17; before that nobody may ask for it
+_WHOLE: Final = "transaction_timeout"  # since Postgres 17; older ones refuse it
 
 _REPORTED: Final = (
     *(b"client_encoding", b"DateStyle", b"default_transaction_read_only", b"IntervalStyle"),
@@ -63,7 +63,7 @@ union all select ' standby', pg_catalog.pg_is_in_recovery()::text
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """What is asked for, and the seconds from which to which another value will do."""
+    """The value that is requested, and the range in seconds in which another value will do."""
 
     asked: str
     least: float = 0.0
@@ -75,23 +75,23 @@ class _Bound:
 
 
 class PoolSession(Connection):
-    """A connection of the pool. `pooled`: what it leads to may be another session in each transaction."""
+    """A connection of the pool. `pooled`: a pooler may use another session of the server for each transaction."""
 
     pooled = False
-    again = b""  # behind RESET ALL, which takes from a pooler's session what the pooler has set there for us (R18)
-    taken_at, taken_by = 0.0, ""  # when, and by which party (`sharing.PARTY`), while somebody has it
-    state = ""  # what transactions are to find (J25), as they are told it; empty before the first one
-    _reported: Sequence[bytes | None] = ()  # and what the server tells of itself
-    _told = 0  # the pid of the server's process, as the open transaction was told
+    again = b""  # sent after RESET ALL, which in a pooler's session undoes what the pooler has set for us (R18)
+    taken_at, taken_by = 0.0, ""  # when it was checked out, and by which party (`sharing.PARTY`)
+    state = ""  # the state in which transactions must begin (J25), as last reported; empty before the first one
+    _reported: Sequence[bytes | None] = ()  # and the parameters that the server reports by itself
+    _told = 0  # the pid of the server's process, as reported to the open transaction
 
     @property
     def server_pid(self) -> int:
-        """Of the process in which the transaction that the engine opened last runs. A pooler gives pids of its own."""
+        """The process that runs the transaction which the engine opened last. A pooler reports pids of its own."""
         return self._told if self.pooled else self.info.backend_pid
 
     def opened(self, answer: PGresult) -> bool:
         """The engine's transaction was opened; the last columns of the answer are the session's state and the pid.
-        Returns whether the session is as it was."""
+        Returns whether the session is unchanged."""
         if self.pooled:
             self._told = int(answer.get_value(0, answer.nfields - 1) or 0)
         state = (answer.get_value(0, answer.nfields - 2) or b"").decode()
@@ -102,7 +102,7 @@ class PoolSession(Connection):
 
     @property
     def as_reported(self) -> bool:
-        """What the server tells by itself, with each answer, is what it was."""
+        """Whether the parameters that the server reports with its answers are unchanged."""
         return not self.state or self._reports() == self._reported
 
     def _reports(self) -> Sequence[bytes | None]:
@@ -110,8 +110,8 @@ class PoolSession(Connection):
 
     @classmethod
     async def connect(cls, conninfo: str = "", **more: Any) -> PoolSession:
-        """See `psycopg.AsyncConnection.connect`; without settings where a pooler refuses them. `failed`, if it is
-        given, is told why there is no connection, which a pool tells nobody."""
+        """See `psycopg.AsyncConnection.connect`; without settings if a pooler refuses them. `failed`, if given, is
+        called with the error of a failed attempt, which a pool does not report."""
         failed: Callable[[psycopg.OperationalError], None] | None = more.pop("failed", None)
         try:
             return await super().connect(conninfo, **more)
@@ -124,31 +124,31 @@ class PoolSession(Connection):
 
 
 class SessionRules:
-    """What a session of the pool must be.
+    """The settings that a session of the pool must have.
 
-    `longest_run` is the longest handler timeout, seconds; with a `lease` no transaction may be idle for longer than
-    that (L5). `beside`: the lease of sagas that run in other sessions of the same role; behind a pooler one value has
-    to do for all of them (R18).
+    `longest_run` is the longest handler timeout, in seconds; with a `lease` no transaction may be idle for longer than
+    that (L5). `beside`: the lease of sagas that run in other sessions of the same role; behind a pooler all of them
+    have to share one value (R18).
     """
 
     def __init__(self, dsn: str, longest_run: float, lease: float | None, beside: float | None = None) -> None:
         run = longest_run + _SLACK
         self._idle = idle = run if lease is None else min(run, lease)
         most = max(run, _MOST)
-        self._bounds = {  # J6
+        self._bounds = {  # J6: the server limits every transaction in time
             _IDLE: _Bound(_ms(idle), min(longest_run, idle), lease or most),
             "statement_timeout": _Bound(_ms(run), longest_run, most),
             "lock_timeout": _Bound(LOCK_TIMEOUT),
             "client_connection_check_interval": _Bound(_LOST_CLIENT),
         }
         self._longest_run, self._beside = longest_run, beside
-        self._exact = EXACT | {"default_transaction_read_only": "on"}  # J7
+        self._exact = EXACT | {"default_transaction_read_only": "on"}  # J7: only our BEGIN may write
         self._asked = asked_for(dsn, [*self._bounds, *self._exact, *RESTING])
         bounds = {name: bound.asked for name, bound in self._bounds.items()}
         self.conninfo = _conninfo(dsn, bounds | self._exact | RESTING)
 
     async def connect(self) -> PoolSession:
-        """As the pool does it, for statements of our own alone. Raises psycopg.OperationalError, or as `prepare`."""
+        """Connect as the pool does, for statements of ours only. Raises psycopg.OperationalError, or as `prepare`."""
         connection = await PoolSession.connect(self.conninfo, context=ADAPTERS)
         try:
             await self.prepare(connection)
@@ -158,13 +158,14 @@ class SessionRules:
         return connection
 
     async def prepare(self, connection: PoolSession) -> None:
-        """Make a new connection ready. Raises ConfigurationError for one on which a rule of ours would not hold."""
-        # J7: the engine alone sends BEGIN. What a handler runs after a ROLLBACK of its own is by itself, and read-only.
+        """Make a new connection ready. Raises ConfigurationError if one of our rules would not hold on it."""
+        # J7: only the engine sends BEGIN. A handler's statements after a ROLLBACK of its own are each on their own, and
+        # read-only.
         await connection.set_autocommit(True)
         connection.prepare_threshold = None
         found = await self._read(connection)
         if connection.info.server_version < OLDEST or found[" standby"] == "true":
-            return  # `check_database` says so at the start; a standby later on is an outage
+            return  # `check_database` reports it at the start; a server that becomes a standby later is an outage
         try:
             connection.pooled = await is_pooled(connection)
         except psycopg.errors.ProtocolViolation as error:
@@ -195,13 +196,13 @@ class SessionRules:
         return dict(await cursor.fetchall())
 
     async def _lost(self, connection: PoolSession) -> dict[str, str]:
-        """What the address itself asks for and a pooler dropped (R18), with what is there instead."""
-        if not self._asked or not connection.pooled:  # directly, startup options come after those of the role
+        """The settings that the address requests and a pooler dropped (R18), with the values in force instead."""
+        if not self._asked or not connection.pooled:  # on a direct session, startup options override the role's
             return {}
         return lost(await (await OwnCursor(connection).execute(HELD, parameters(self._asked))).fetchall())
 
     def _lacking(self, found: Mapping[str, str]) -> dict[str, str]:
-        """The settings that do not hold, with what they should be."""
+        """The settings that are not in force, with the values that they should have."""
         wrong = {name: bound.asked for name, bound in self._bounds.items() if not bound.holds(found[name])}
         if _IDLE in wrong and self._beside is not None:
             wrong[_IDLE] = _ms(min(self._idle, self._beside))
@@ -213,13 +214,14 @@ class SessionRules:
         if 0 < int(found.get(_WHOLE, "0ms").removesuffix("ms")) < self._longest_run * 1000:
             wrong[_WHOLE] = "0"
         path = found[" path"].split(",")
-        if "pg_catalog" in path[1:]:  # its functions and operators would come behind those of others (J17)
+        if "pg_catalog" in path[1:]:  # other schemas' functions and operators would take precedence (J17)
             wrong["search_path"] = ", ".join(f'"{name}"' for name in path if name != "pg_catalog")
         return wrong
 
 
 def _again(connection: PoolSession) -> bytes:
-    """Sets what libpq asked for when it connected, and a pooler passes on: PGTZ, PGDATESTYLE, the address's own."""
+    """A statement that sets again what libpq requested at connect and a pooler passes on: PGTZ, PGDATESTYLE, and the
+    address's own settings."""
     values = {name: connection.pgconn.parameter_status(name.encode()) for name in _TOLD}
     settings = [
         written(
@@ -232,7 +234,7 @@ def _again(connection: PoolSession) -> bytes:
 
 
 def _conninfo(dsn: str, settings: Mapping[str, str]) -> str:
-    """The DSN with these settings, and with what notices a peer that is gone (R21)."""
+    """The DSN with these settings, and with those by which a peer that is gone is noticed (R21)."""
     defaults: dict[str, str | int] = {
         "connect_timeout": 5,
         "tcp_user_timeout": 30_000,

@@ -39,12 +39,12 @@ _MOST_WRITES: Final = 128  # the same as the keys of a joined group (G4)
 _MOST_BYTES: Final = 4 << 20  # of bodies and outputs: a statement is built in memory on both sides
 
 # The result of a write: the saga's fence token, the attempt of a step that begins, the position of one that has ended;
-# what a claim found instead; None: not written.
+# the result of a claim that failed; None: not written.
 Answer = int | Record | Mark | None
 
 
 class Write:
-    """One row for one of the set-based statements: a value for each of its arrays. `claim`: of the saga that begins.
+    """One row for one of the set-based statements: a value for each of its arrays. `claim`: that of a saga that begins.
 
     `identity`: the saga's key and the step's name, empty for a write about the whole saga.
     """
@@ -63,15 +63,15 @@ class Write:
 
 
 async def send(claims: PostgresClaims, write: Write) -> int | None:
-    """Write it in a transaction that is open. None: the fence stopped it."""
+    """Write in a transaction that is open. None: the fence stopped it."""
     assert write.claim is None
     rows = await claims.send(f"{write.statement}:one", dict(write.row))
     return int(rows[0][2]) if rows else None
 
 
 async def commit(claims: PostgresClaims, writes: Sequence[Write]) -> dict[Write, Answer]:
-    """A whole transaction in one message, with one statement for all writes of a kind. Leaves out those that the fence
-    stopped."""
+    """Commit a whole transaction in one message, with one statement for all writes of a kind. The result leaves out the
+    writes that the fence stopped."""
     sent: list[tuple[Statement, list[Write]]] = []
     for name in _KINDS:
         if kind := [write for write in writes if write.statement == name]:
@@ -105,7 +105,7 @@ def _answered(claims: PostgresClaims, answer: PGresult, kind: Sequence[Write]) -
 
 
 def fence(saga: LeasedSaga) -> dict[str, Any]:
-    """The parameters by which a statement fences itself."""
+    """The parameters with which a statement fences itself."""
     return {"key": saga.key, "token": saga.token, "worker": saga.worker, "phase": int(saga.state)}
 
 
@@ -142,7 +142,7 @@ class SharedCommits:
         self._together = Together(self._flush, _next_group, commits=True)
 
     async def begin(self, write: Write) -> int | Record | Mark:
-        """Commit the claim of a saga: its token, or what was found instead."""
+        """Commit the claim of a saga. Returns its token, or the claim result if the key was not claimed."""
         answer = await self._together.ask(write)
         if answer is None:
             async with transaction(self._pool, group=1) as claims:
@@ -151,7 +151,7 @@ class SharedCommits:
         return answer
 
     async def write(self, saga: LeasedSaga, write: Write) -> int:
-        """Commit a write of a saga that is held. Raises Fenced, and SagaCancelled as `see_whole`."""
+        """Commit a write of a saga that this worker holds. Raises Fenced, and SagaCancelled as `see_whole`."""
         answer = await self._together.ask(write)
         if answer is None:
             async with transaction(self._pool, group=1) as claims:
@@ -160,9 +160,9 @@ class SharedCommits:
         return answer
 
     async def _flush(self, writes: Sequence[Write]) -> list[Answer]:
-        """One transaction, always with a group's short lock_timeout, so that no row delays the others for long. None:
-        it was not written, and must be done alone. Raises StoreUnavailable when nothing was written, and CommitUnknown
-        when the answer to its COMMIT was lost."""
+        """Run one transaction, always with a group's short lock_timeout, so that no row delays the others for long.
+        None for a write that was left out and must be repeated alone. Raises StoreUnavailable when nothing was written,
+        and CommitUnknown when the answer to its COMMIT was lost."""
         try:
             async with transaction(self._pool, group=max(2, len(writes))) as claims:
                 answers = await commit(claims, sorted(writes, key=_IDENTITY))
@@ -178,8 +178,8 @@ def _next_group(queue: Iterable[Write]) -> list[Write]:
     """The next writes that may share a transaction, in order of arrival.
 
     Different steps of one saga may go together. A write about the whole saga, its claim or its end, is the only one of
-    its saga in the group: no run ends a saga while one of its steps waits, and if one ever did, the end would have to
-    see what the step had written.
+    its saga in the group. No run ends a saga while one of its steps waits to be written; but if one ever did, the
+    statement for the end would have to see the step's row.
     """
     group: list[Write] = []
     names: dict[bytes, set[str]] = {}

@@ -1,4 +1,4 @@
-"""What several ask for at once is read in one statement: records, and the recorded steps of sagas."""
+"""Concurrent reads, combined into one statement: records, and the recorded steps of sagas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from idemconsumer.stores.together import Together, first
 
 
 class Looks:
-    """Looks at records that are committed, of one process. Nothing is claimed, and what has expired is not there."""
+    """Reads committed records for one process. Claims nothing, and leaves out expired records."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -27,18 +27,18 @@ class Looks:
 
 
 class SharedReads:
-    """Recorded steps of the sagas of one process."""
+    """Reads the recorded steps of the sagas of one process."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._together: Together[tuple[bytes, int], list[StepRow]] = Together(self._read, _alike)
 
     async def steps(self, key: bytes, window: int) -> list[StepRow]:
-        """See `PostgresLeases.steps`. What is committed when it is called is read."""
+        """See `PostgresLeases.steps`. Sees all that was committed before the call."""
         return await self._together.ask((key, window))
 
     async def _read(self, asked: Sequence[tuple[bytes, int]]) -> list[list[StepRow]]:
-        """They share the window, so that one answer is no larger than that of a single saga (L55)."""
+        """The sagas share the window, so that the answer is no larger than that for a single saga (L55)."""
         window, found = asked[0][1], {key: list[StepRow]() for key, _ in asked}
         for key, *row in await self._pool.read("steps", {"keys": list(found), "window": window // len(found)}):
             found[key].append(step_row(*row))
@@ -55,7 +55,7 @@ def step_row(
     name: str, kind: int, state: int, has_undo: bool, overlapped: bool, position: int | None, attempt: int,
     output: bytes | None, content_type: str | None, left: int, arguments: bytes | None = None,
 ) -> StepRow:  # fmt: skip
-    """Of a row of the statement `steps`, without its key."""
+    """The step in a row of the statement `steps`, without its key."""
     stored = None if output is None else StoredResult(output, content_type or "")
     return StepRow(
         name, StepKind(kind), StepState(state), has_undo, overlapped, position, attempt, stored, left, arguments

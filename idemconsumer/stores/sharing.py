@@ -1,7 +1,8 @@
-"""Who gets the next connection of a pool (D13): each party has one of its own; the others go to who holds the fewest.
+"""Which checkout gets the next connection of a pool (D13).
 
-A party is a handler of a worker, named by `PARTY` in its lanes' tasks. What else uses the pool is a party of its own.
-At the front door what takes one exchange with the server is another one, so it waits for no endpoint (H10).
+Each party has one reserved connection; the others go to the parties that hold the fewest.
+A party is a handler of a worker, named by `PARTY` in its lanes' tasks. All other users of the pool are one party
+together. At the front door, work that takes one round trip is another party, so it does not wait for endpoints (H10).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from contextvars import ContextVar
 from typing import Final
 
 OTHERS: Final = ""
-SHORT: Final = "~short"  # no handler is named so
+SHORT: Final = "~short"  # not the name of any handler
 PARTY: Final[ContextVar[str]] = ContextVar("idemconsumer_party", default=OTHERS)
 
 
 @contextmanager
 def short() -> Iterator[None]:
-    """What asks for a connection meanwhile has it for one exchange or two. Where there is no such party, it is one of
+    """A checkout inside this block is for one round trip or two. If there is no such party, it belongs to
     `OTHERS`."""
     token = PARTY.set(SHORT)
     try:
@@ -30,7 +31,7 @@ def short() -> Iterator[None]:
 
 
 class _Hold:
-    """A place that the code running here has, or had; and the one it had when it got this one."""
+    """A place that the current task has or had, and the place that it had before it got this one."""
 
     __slots__ = ("before", "over", "party", "sharing")
 
@@ -46,7 +47,7 @@ class _Hold:
         _HOLDS.set(self)
 
     async def __aexit__(self, *_: object) -> None:
-        self.over = True  # for tasks that were made meanwhile
+        self.over = True  # for tasks that were created meanwhile, which see it in their context
         _HOLDS.set(self.before)
         self.sharing.leave(self.party)
 
@@ -55,9 +56,9 @@ _HOLDS: Final[ContextVar[_Hold | None]] = ContextVar("idemconsumer_holds", defau
 
 
 class Sharing:
-    """The right to `places` connections. At most one party for each place, that of `OTHERS` included.
+    """The right to `places` connections. There are at most as many parties as places, including `OTHERS`.
 
-    A party that holds none never waits for another one. One that wants more waits in its own queue.
+    A party that holds none never waits for another one. A party that wants more waits in its own queue.
     """
 
     def __init__(self, places: int, parties: Iterable[str] = ()) -> None:
@@ -73,17 +74,17 @@ class Sharing:
 
     @property
     def pending(self) -> int:
-        """How many wait for one."""
+        """How many tasks wait for a place."""
         return sum(map(len, self._waiting.values()))
 
     @property
     def full(self) -> bool:
-        """Whether the code running here would have to wait for a place."""
+        """Whether the current task would have to wait for a place."""
         return bool(self._held[self._party()]) and not self._spare
 
     @property
     def held_here(self) -> bool:
-        """Whether the code running here has a place: one that waited for another could wait for itself (J29)."""
+        """Whether the current task has a place: if it waited for another one, it could wait for itself (J29)."""
         hold = _HOLDS.get()
         while hold is not None and (hold.over or hold.sharing is not self):
             hold = hold.before
@@ -108,14 +109,14 @@ class Sharing:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                with suppress(KeyError, ValueError):  # passed over already
+                with suppress(KeyError, ValueError):  # `_give` has already removed it
                     self._waiting[party].remove(turn)
-            else:  # given at the same moment
+            else:  # granted at the same moment
                 self.leave(party)
             raise
 
     def leave(self, party: str) -> None:
-        """Give it to who waits for it."""
+        """Release a place, and grant it to a task that waits for one."""
         self._held[party] -= 1
         own = not self._held[party]
         for other in [party] if own else sorted(self._waiting, key=self._held.__getitem__):

@@ -1,4 +1,4 @@
-"""Signals to sagas, on a connection of whoever sends them (L42)."""
+"""Signals to sagas, on a connection of the sender (L42)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Signal:
 
 
 async def send(connection: psycopg.AsyncConnection[Any], schema: str, signal: Signal) -> Signalled:
-    """Store it in whatever transaction is open on the connection. Raises psycopg.Error, 25001 for one that is not READ
-    COMMITTED, and ConfigurationError when the schema is not migrated."""
+    """Store it in the open transaction of the connection. Raises psycopg.Error, with SQLSTATE 25001 if the transaction
+    is not READ COMMITTED, and ConfigurationError when the schema is not migrated."""
     with in_words(schema):
         cursor = await OwnCursor(connection).execute(load(schema)["send_signal"], signal.params)
         row = await cursor.fetchone()

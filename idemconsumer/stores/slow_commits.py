@@ -20,11 +20,11 @@ _WAITING: Final = "select pid from pg_stat_activity where pid = any(%s) and wait
 
 
 class SlowCommits:
-    """Those of one pool.
+    """The slow commits of one pool.
 
-    While the server says, on another connection, that a COMMIT waits for a standby, its deadline (R20) does not count:
-    each one that is given up would leave a server process behind that goes on waiting, until no connection is left for
-    anybody. It is logged once, and once more when it is over.
+    While the server reports, on another connection, that a COMMIT waits for a standby, its deadline (R20) does not
+    count: each COMMIT that is given up would leave a server process behind that keeps waiting, until no connection is
+    left for any client. It is logged once, and once more when it is over.
     """
 
     def __init__(self, dsn: str) -> None:
@@ -34,7 +34,7 @@ class SlowCommits:
         self._asking = Duty(self._ask)
 
     def add(self, connection: Connection) -> None:
-        """Its COMMIT has had no answer for seconds."""
+        """The COMMIT on this connection has had no answer for seconds."""
         if isinstance(connection, PoolSession):
             self._slow.add(connection)
         self._asking.start()

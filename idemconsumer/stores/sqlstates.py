@@ -1,4 +1,5 @@
-"""The driver's errors as ours (B5). The connection's state comes first: a dead one's errors are unreliable."""
+"""Translates the driver's errors to ours (B5). The connection's state comes first: a dead one's errors are
+unreliable."""
 
 from __future__ import annotations
 
@@ -32,24 +33,24 @@ NOT_DURABLE: Final = "IC002"  # raised by the seal, and before it by `standby` (
 PRUNED: Final = "IC003"  # raised by a claim whose scope has been pruned (R30)
 _GUARD: Final = (GUARD, NOT_DURABLE)
 _IDLE_TOO_LONG: Final = "25P03"
-_CRASHED_BESIDE: Final = "57P02"  # all sessions but the one that crashed (B13)
+_CRASHED_BESIDE: Final = "57P02"  # reported to all sessions but the one that crashed (B13)
 _OUT_OF_LOCKS: Final = "53200"
 _CONTENTION: Final = {"40001", "40P01", "55P03", _OUT_OF_LOCKS}
 _CANCELLED: Final = "57014"
 _WAITED_FOR_ROW: Final = re.compile(r'[^"\n]*\(\d+,\d+\)')  # the innermost context: "while updating tuple (0,1) in …"
-_PLPGSQL_RAISE: Final = "exec_stmt_raise"  # made by the function (B12); one that a RAISE passes on keeps its source
-# On any statement: the disk is full, or broken. With more, a handler's own mistakes would count as an outage.
+_PLPGSQL_RAISE: Final = "exec_stmt_raise"  # the function's own error (B12); one that it re-raises keeps its source
+# For any statement: the disk is full, or broken. With more codes, a handler's own mistakes would count as an outage.
 _SERVER_TROUBLE: Final = ("53100", "58030")
-# On our own statements also: resources exhausted, cancelled, read-only or in recovery after a failover, broken; what a
-# constraint or trigger of somebody else's says about our tables (R43).
+# For statements of ours also: resources exhausted, cancelled, read-only or in recovery after a failover, broken; errors
+# of constraints or triggers that others have put on our tables (R43).
 _OUR_TROUBLE: Final = ("53", "57", "58", "0A000", "25006", "23", "P0001")
 
-# What statements of ours fail with as another role, or with another search_path or statement_timeout.
+# Errors of our statements under another role, or with another search_path or statement_timeout.
 _NOT_OURS: Final = ("42", _CANCELLED)
 
 
 def may_be_changed(connection: Connection, error: psycopg.Error) -> bool:
-    """Whether a statement of ours may have failed because the session is not as it was (J25)."""
+    """Whether a statement of ours may have failed because the session was changed (J25)."""
     return not connection.closed and (error.sqlstate or "").startswith(_NOT_OURS)
 
 
@@ -76,7 +77,7 @@ def translate(connection: Connection, error: psycopg.Error, *, ours: bool = Fals
 
 
 def not_durable(error: psycopg.Error) -> str:
-    """What is wrong with the database's settings, and what to write instead."""
+    """What is wrong with the database's settings, and what to set instead."""
     return f"database: {error.diag.message_primary}; {error.diag.message_hint or 'set it to on'}"
 
 
@@ -90,15 +91,16 @@ def diagnosed(connection: Connection, error: Exception) -> Exception:
     cause = error.__cause__ if wraps else error
     if not isinstance(cause, psycopg.Error) or not _raised_on(connection, cause):
         return error
-    # What an error of ours stands for was said to a statement of ours: `app.publish` in a handler's transaction.
+    # An error of ours means that a statement of ours failed: `app.publish` in a handler's transaction.
     known = translate(connection, cause, ours=isinstance(error, ConfigurationError | StoreUnavailable))
     return known if cause is error or isinstance(known, Contention | StoreUnavailable) else error
 
 
 def _raised_on(connection: Connection, error: psycopg.Error) -> bool:
-    """Whether `error` came from a statement on this connection, and not from another one that a function had (B12).
+    """Whether `error` came from a statement on this connection, not on another one that a function used (B12).
 
-    The transaction has failed, or the function has rolled back to a savepoint; then the error's traceback tells.
+    That is so if the transaction has failed. The function may have rolled back to a savepoint; then the error's
+    traceback shows it.
     """
     if connection.info.transaction_status == pq.TransactionStatus.INERROR:
         return True
@@ -106,7 +108,7 @@ def _raised_on(connection: Connection, error: psycopg.Error) -> bool:
         within = frame.f_locals.get("self")
         if within is connection:
             return True
-        if isinstance(within, psycopg.AsyncCursor) and within._pgconn is connection.pgconn:  # where psycopg cuts it off
+        if isinstance(within, psycopg.AsyncCursor) and within._pgconn is connection.pgconn:  # psycopg cuts it off there
             return True
     return False
 

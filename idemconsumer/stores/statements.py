@@ -1,8 +1,8 @@
-"""What a handler's statement would do to more than its transaction, as far as its text tells.
+"""What a handler's statement would do beyond its transaction, as far as its text shows.
 
-Looked at is the text without its comments, literals and quotes. What plainly changes the session is refused, with what
-to write instead; wherever the text leaves a doubt, the session is reset after the handler: a doubt costs a round trip,
-and a miss costs another message its session. Transaction control that is missed is found by the guard.
+The text is checked without its comments, literals and quotes. A statement that plainly changes the session is refused,
+with what to write instead. In doubt the session is reset after the handler: a doubt costs a round trip, and a miss
+would cost another message its session. The guard detects transaction control that is missed here.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from psycopg import AsyncConnection, sql
 
 
 class Effect(Enum):
-    """What the engine has to do about a statement."""
+    """What the engine has to do with a statement."""
 
     REFUSED = auto()
-    NOT_ALONE = auto()  # refused, through tx.connection too: it has to be sent in other words
-    UNSEEN = auto()  # it may change the session: that is reset after the handler
-    PASSING = auto()  # it ends with the transaction: the other messages of a group must not have it (G6)
-    ALL_IMMEDIATE = auto()  # sent for all constraints but the guard
-    RESET_ALL = auto()  # sent so that the engine's mark stays
+    NOT_ALONE = auto()  # refused, through tx.connection too: the engine would have to send it in another form
+    UNSEEN = auto()  # it may change the session, which is reset after the handler
+    PASSING = auto()  # it ends with the transaction: the other messages of a group must not run with it (G6)
+    ALL_IMMEDIATE = auto()  # sent for all constraints except the guard's
+    RESET_ALL = auto()  # sent in a form that keeps the engine's mark
 
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """A statement that is not sent as it stands, or not without consequence; `reason` says why one is refused.
+    """A statement that is not sent as it is, or not without consequences; `reason`: why it is refused, if it is.
 
-    `lasting`: it may hold until the transaction ends, and nothing takes it back, so no other message may follow (G6).
+    `lasting`: it may hold until the end of the transaction and cannot be undone, so no other message may follow (G6).
     """
 
     effect: Effect
@@ -48,7 +48,7 @@ _MOST: Final = 1_024
 _READ: Final = 16_384  # characters: of longer texts only the beginning is read
 _BLANK: Final = " \t\n\r\f\v;"
 
-# A statement that begins so and has none of these anywhere is plain. That is found without reading it.
+# A statement that begins like this and has none of the words below anywhere is plain. No parsing is needed for that.
 _PLAIN: Final = _pattern(r"\s*(?:insert|select|update|delete|merge|with|values)\b")
 _WRITES: Final = _pattern(r"\s*(?:(?:insert|update|delete|merge)|with\b.*[()]\s*(?:insert|update|delete|merge))\b")
 _RUNS_TEXT: Final = ("query_to_xml", "ts_stat", "ts_rewrite", "crosstab", "connectby")
@@ -57,8 +57,8 @@ _DOUBTFUL: Final = (
     *_RUNS_TEXT,
 )
 
-# As what they are not: a range to the end of Unicode takes `re` 30 ms, at each start of a process.
-_LETTER: Final = r"[^\x00-@\[-^`{-\x7f]"  # a to z, _ and all beyond ASCII
+# Written as complements: `re` takes 30 ms for a range to the end of Unicode, at each start of a process.
+_LETTER: Final = r"[^\x00-@\[-^`{-\x7f]"  # a to z, _ and everything beyond ASCII
 _LETTER_OR_DIGIT: Final = r"[^\x00-/:-@\[-^`{-\x7f]"
 _IN_NAME: Final = r"[^\x00-#%-/:-@\[-^`{-\x7f]"  # and $
 _TOKEN: Final = _pattern(
@@ -68,7 +68,7 @@ _TOKEN: Final = _pattern(
 _COMMENT_MARK: Final = re.compile(r"/\*|\*/")
 _NAME_ENDS: Final = re.compile(_IN_NAME, re.ASCII)
 _NO_WORD: Final = re.compile(r"\W", re.ASCII)
-_DOUBT: Final = "\\"  # in the place of what is read in one way here and may be read in another by the server
+_DOUBT: Final = "\\"  # replaces text that the server may read in another way than this module
 
 _CONTROL: Final = _pattern(
     r"(?:commit|end|abort|begin|start\s+transaction|prepare\s+transaction|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b"
@@ -144,7 +144,7 @@ def _judged(query: str) -> Special | None:
     known = _effect(query)
     if known is None and _PLAIN.match(query) is not None:
         return None
-    # Also in the text of a DO: a doubt costs those behind this message a transaction of their own.
+    # Also in the text of a DO. A doubt costs only this: the messages behind this one get a transaction of their own.
     if _LASTING.search(query) is None and _LASTING.search(_bare(query[:_READ])) is None:
         return known
     return Special(Effect.PASSING, lasting=True) if known is None else replace(known, lasting=True)
@@ -178,14 +178,14 @@ def _effect(query: str) -> Special | None:
     if _UNSEEN.search(rest) is not None or "pg_temp" in query.lower():
         return Special(Effect.UNSEEN)
     if rest != text:
-        # Whether it is the role has to be read in the literals, where no token is looked for: each has to be plain.
+        # Whether it sets the role shows in the literals, which `_bare` removes: each call has to be plainly harmless.
         plain = len(_OF_NO_ROLE.findall(query)) == query.lower().count("set_config")
         return Special(Effect.PASSING if plain else Effect.UNSEEN)
     return Special(Effect.PASSING) if _PASSING.search(text) is not None else None
 
 
 def _own_words(text: str, query: str) -> Special | None:
-    """What the engine has to say in its own words, which it can only if nothing else is in the text."""
+    """A statement that the engine has to send in another form, which it can only if the text has nothing else."""
     several = ";" in text
     inside = _bare(query, blocks=True) if _DO.match(text) is not None else text if several else ""
     for effect, words, pattern in _OWN_WORDS:
@@ -203,7 +203,7 @@ def _own_words(text: str, query: str) -> Special | None:
 def _bare(text: str, *, blocks: bool = False) -> str:
     """The text with '' for each literal, a blank for a comment, and quoted names without quotes.
 
-    `blocks`: what stands between dollar quotes is text too. Each character is read once.
+    `blocks`: dollar-quoted text is kept as text. Each character is read once.
     """
     parts: list[str] = []
     at = 0
@@ -246,7 +246,7 @@ def _comment_ends(text: str, at: int) -> int:
 
 
 class _Judgements(dict[str, Special | None]):
-    """Those of short texts are kept. A dictionary, since that is the quickest way to find them again."""
+    """Results by text; those of short texts are kept. A dictionary, since that is the fastest lookup."""
 
     def __missing__(self, query: str) -> Special | None:
         known = _judged(query)
@@ -257,23 +257,24 @@ class _Judgements(dict[str, Special | None]):
         return known
 
 
-# None for a plain statement, as nearly all are. Transaction control is refused (J10); savepoints are not. What changes
-# the session is refused, or the session is reset (J21).
+# None for a plain statement, as nearly all are. Transaction control is refused (J10); savepoints are not. A statement
+# that changes the session is refused, or the session is reset (J21).
 special: Final[Callable[[str], Special | None]] = _Judgements().__getitem__
 
 
 def is_plain(query: str) -> bool:
-    """Whether it reads or writes rows, and no more, as far as its first word tells."""
+    """Whether it reads or writes rows, and no more, as far as its first word shows."""
     return _PLAIN.match(query) is not None
 
 
 def writes(query: str) -> bool:
-    """Whether a plain one writes. Of any other the handler may want a lock, if it does not look at the rows (J26)."""
+    """Whether a plain statement writes. A handler may run another one for its lock, if it does not read the rows
+    (J26)."""
     return _WRITES.match(query) is not None
 
 
 def text_of(query: Any, connection: AsyncConnection[Any]) -> str:
-    """The text of whatever psycopg takes for a statement; for what is not known, one whose effect is not seen."""
+    """The text of any statement that psycopg accepts; for an unknown kind, a text whose effect cannot be seen."""
     if isinstance(query, str):
         return query
     if isinstance(query, bytes | bytearray):

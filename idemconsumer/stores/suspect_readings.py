@@ -1,11 +1,13 @@
-"""Who reads a delivery that may have killed a worker, as long as it does (B17).
+"""Records which process is reading a delivery that may have killed a worker, while it does so (B17).
 
 The row of such a delivery names its reader, by a number on which the reader holds an advisory lock in an open
-transaction. The lock ends with the reader, however that ends, so a row whose number is free was left by a dead one.
+transaction. The lock ends with the reader, however that ends, so a row whose number is not locked was left by a dead
+one.
 
-The row must be committed before the reading, and the lock be held from before that commit until the row is gone. One
-message to the server does both: it takes the lock for the session, commits, opens the next transaction, and hands the
-lock over to that. A pooler gives a session away only between two messages, so this holds behind PgBouncer too.
+The row must be committed before the reading begins, and the lock be held from before that commit until the row is gone.
+One message to the server does both: it takes the lock for the session, commits, opens the next transaction, and moves
+the lock to that. A pooler hands a session to another client only between two messages, so this holds behind PgBouncer
+too.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from idemconsumer.stores.session import PoolSession
 
 
 class PostgresReading:
-    """Deliveries on record as being read by us. Others know that we are alive until this is left (B17).
+    """Deliveries that are recorded as being read by this process. Until this is left, the lock shows others that it is
+    alive (B17).
 
-    `ours`: those that we read now. `begun`: those that somebody began to read who is gone; the others are being read by
-    a rival. `attempts`, of what is read alone: how often it was begun, with this time. Not what a process takes over
-    from itself.
+    `ours`: those that this process reads now. `begun`: those that a reader began which is gone; all others are being
+    read by a rival (another worker). `attempts`: for a delivery that is read alone, how many times its reading was
+    begun, including this one, without those that a process takes over from itself.
     """
 
     def __init__(self, pool: Pool, connection: PoolSession, reader: int) -> None:
@@ -53,19 +56,19 @@ class PostgresReading:
             self._pool.readers.discard(self._reader)
 
     async def end(self) -> None:
-        """Take ours off the record. After an error `PostgresStore.end_reading` does so."""
+        """Delete the records of `ours`. After an error `PostgresStore.end_reading` does so."""
         if self.ours:
             params = {"keys": list(self.ours), "reader": self._reader}
             await self._send([self._written("end_reading", params), *self._pool.standby, b"COMMIT"])
         self._pool.readers.discard(self._reader)
 
     async def _commit_and_hold(self, names: Sequence[str], params: dict[str, object]) -> list[tuple[Any, ...]]:
-        """The rows of the last of these statements, once they are committed and the lock is held."""
+        """Return the rows of the last of these statements, once they are committed and the lock is held."""
         self._pool.readers.add(self._reader)
         begin = self._pool.queries["begin"]
         first = [begin, *(self._written(name, params) for name in names)]
         lock, hold = (self._written(name, {"reader": self._reader}) for name in ("lock_reader", "hold_reader"))
-        self._connection.changed = True  # a message that fails in between may leave the session with the lock
+        self._connection.changed = True  # a message that fails halfway may leave the session with the lock
         answers = await self._send([*first, *self._pool.standby, lock, b"COMMIT", begin, hold])
         self._connection.changed = False
         return loaded(self._connection, answers[len(first) - 1])

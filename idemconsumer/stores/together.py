@@ -1,4 +1,4 @@
-"""What several ask for at once, in one statement or commit: what is asked while one is under way goes into the next."""
+"""Combines concurrent questions into one statement or commit: those that arrive while one runs go into the next."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from idemconsumer.user_code.cancellation import until_done
 Q = TypeVar("Q")
 A = TypeVar("A")
 
-MOST: Final = 32  # questions in one statement: of sagas about their steps, of those who ask for one record each
+MOST: Final = 32  # questions in one statement: of sagas for their steps, of tasks for one record each
 
 
 def first(asked: Iterable[Q]) -> list[Q]:
-    """The next ones, where all are alike."""
+    """The next questions, if all are of one kind."""
     return list(islice(asked, MOST))
 
 
 class Together(Generic[Q, A]):
-    """Of one process. `answer` has an answer to each question that `group` takes of those that wait, in their order.
+    """Combines the questions of one process. `group` takes some of the waiting questions, in their order, and `answer`
+    returns an answer to each.
 
-    Nobody waits for others to ask: who is alone is answered alone, at once. It is for all handlers, whoever asks first,
-    so it has a party of its own (D13). `commits`: who is cancelled while it is under way waits for its end (J4).
+    No question waits for others to arrive: a single one is answered alone, at once. The statement serves all handlers,
+    whichever asked first, so it has a party of its own (D13). `commits`: a caller that is cancelled while its commit
+    runs waits for the end of it (J4).
     """
 
     def __init__(
@@ -43,9 +45,9 @@ class Together(Generic[Q, A]):
         self._running: asyncio.Task[None] | None = None
 
     async def ask(self, question: Q) -> A:
-        """What is committed when it is called is seen. Raises what `answer` raises; when the loop is closed
-        StoreUnavailable, and CommitUnknown for a commit that was under way. Who is cancelled before its turn has asked
-        for nothing."""
+        """The answer sees all that was committed before the call. Raises what `answer` raises. If the loop is closed,
+        raises StoreUnavailable, or CommitUnknown for a commit that was running. If the caller is cancelled before its
+        question was taken, nothing is asked."""
         waiting: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._asked[waiting] = question
         if self._running is None:

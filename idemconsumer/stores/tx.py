@@ -25,7 +25,7 @@ from idemconsumer.stores.statements import Effect, is_plain, special, text_of, w
 
 class PostgresRows:
     """The answer to a handler's statement: rows that the client already holds, or none and how many were `written`.
-    Each look is noted: what nobody looks at is not waited for the next time (J26)."""
+    Each read is noted: the answers of a statement that are never read are not waited for the next time (J26)."""
 
     __slots__ = ("_cursor", "_habits", "_query", "_written")
 
@@ -62,8 +62,8 @@ class PostgresRows:
 
 
 class SentRows(PostgresRows):
-    """Those of a statement that was sent ahead. The first look waits for them, but `rowcount`, which cannot wait, ends
-    the run."""
+    """The rows of a pipelined statement. The first read waits for them, except `rowcount`, which cannot wait and so
+    ends the run."""
 
     __slots__ = ("_into", "_sent", "_tx")
 
@@ -107,8 +107,8 @@ def _factory(into: Any) -> Callable[[Any], Any]:
 
 
 class PostgresTx:
-    """The claim's transaction for one handler; refuses use once that handler has returned. With `habits` it sends ahead
-    what the handler does not look at (J26)."""
+    """The claim's transaction for one handler; refuses use once that handler has returned. With `habits` it pipelines
+    the statements whose answers the handler does not read (J26)."""
 
     __slots__ = (
         *("__weakref__", "_connection", "_habits", "_lending", "_lent", "_loop", "_over", "_run", "_statements"),
@@ -124,7 +124,7 @@ class PostgresTx:
         self._over = False
         self._habits = habits
         self._run = lending.runs
-        self.sending = 0  # statements under way
+        self.sending = 0  # statements in progress
 
     def end(self) -> None:
         self._over = True
@@ -135,17 +135,17 @@ class PostgresTx:
         if self._lent is None:
             self._lending.changed = True  # it is not known what will be done to it
             self._connection = self._lent = self._lending.lend()
-            self._statements = PreparedStatements(self._lent)  # its types may be other than the session's
+            self._statements = PreparedStatements(self._lent)  # its type adapters may differ from the session's
             self._habits = None
         return self._lent
 
     def borrow(self) -> psycopg.AsyncConnection[Any]:
-        """The connection, for a statement of the engine's own in this transaction."""
+        """The connection, for a statement of the engine in this transaction."""
         self.check()
         return self._connection
 
     async def send_along(self, query: str, params: Params) -> bool:
-        """Send a statement of the engine's own ahead. False: this run waits for each; it is to be run by `borrow`."""
+        """Pipeline a statement of the engine. False: this run waits for each answer; use `borrow` instead."""
         self.check()
         if self._habits is None or self._connection.lock.locked():
             return False
@@ -157,13 +157,13 @@ class PostgresTx:
         return True
 
     def check(self) -> None:
-        """Raise HandlerFault unless it may be used, here and now."""
+        """Raise HandlerFault if `tx` may not be used any more, or not in this event loop."""
         if self._over:
             raise HandlerFault(OVER.format("tx"))
         check_loop(self._loop)
 
     def spoil(self, reason: str) -> None:
-        """Whatever the handler does now, nothing is committed."""
+        """Nothing is committed, whatever the handler does now."""
         if not self._over:
             self._lending.spoil(reason)
 
@@ -218,7 +218,7 @@ class PostgresTx:
             self.sending -= 1
 
     async def _send(self, query: str, params: Params | None, into: Any, habits: Habits, *, sends: bool) -> PostgresRows:
-        """In one flight with what was sent before. Waits for the answer unless it `sends` ahead."""
+        """Send a statement behind those in flight. Waits for the answer unless it `sends` (pipelines) it."""
         connection = self._lending.connection
         ahead = connection.ahead
         if ahead.full:
@@ -236,9 +236,9 @@ class PostgresTx:
             await connection.answered()
             self.check()
         elif ahead.pushed:
-            await sleep(0)  # else a large group would stop the loop
+            await sleep(0)  # else a large group would block the loop
         else:
-            self._loop.call_soon(ahead.push)  # once the handler waits for something else
+            self._loop.call_soon(ahead.push)  # runs when the handler waits for something else
         return SentRows(query, habits, self, sent, into)
 
     def _read(self, result: PGresult, into: Any) -> tuple[psycopg.AsyncCursor[Any] | None, int]:
@@ -260,7 +260,8 @@ class PostgresTx:
 
 
 def connection_of(tx: Tx | psycopg.AsyncConnection[Any]) -> psycopg.AsyncConnection[Any]:
-    """That of a handler's or step's `tx`, or one that is given itself. Raises ConfigurationError for anything else."""
+    """The connection of a handler's or step's `tx`, or a connection given itself. Raises ConfigurationError for
+    anything else."""
     connection = tx.borrow() if isinstance(tx, PostgresTx) else getattr(tx, "connection", tx)
     if not isinstance(connection, psycopg.AsyncConnection):
         raise ConfigurationError(

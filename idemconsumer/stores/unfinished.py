@@ -1,5 +1,5 @@
-"""What a store could not do when it was asked to, and still has to: it is tried again until it is done (H23), or until
-the store itself says that it cannot be done (H52)."""
+"""Acts that a store could not complete, and still has to: each is repeated until it is done (H23), or until the store
+itself reports that it cannot be done (H52)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LAST: Final = 2.0  # seconds, when the process ends
 
 
 class Unfinished:
-    """One act for each key, which can be repeated; a later one takes the place of an earlier one."""
+    """One repeatable act for each key; a later one replaces an earlier one."""
 
     def __init__(self) -> None:
         self._acts: dict[bytes, Callable[[], Awaitable[Any]]] = {}
@@ -31,7 +31,8 @@ class Unfinished:
         return not self._acts
 
     async def do(self, key: bytes, act: Callable[[], Awaitable[T]]) -> T:
-        """Do it now, and else later, whoever asked for it goes on or not. Raises what the first attempt raises."""
+        """Run it now, and if it fails again later, whether or not the caller goes on. Raises the first attempt's
+        error."""
         self.drop(key)
         try:
             return await act()
@@ -45,11 +46,11 @@ class Unfinished:
         self._trying.start()
 
     def drop(self, key: bytes) -> None:
-        """It is done, or is not to be done any more."""
+        """The act is done, or is not wanted any more."""
         self._acts.pop(key, None)
 
     async def close(self) -> None:
-        """Try each once more. What is left then ends with the lease."""
+        """Try each once more. Keys whose act still fails are free when their leases end."""
         await self._trying.close()
         try:
             async with asyncio.timeout(_LAST):

@@ -1,8 +1,8 @@
-"""How a migration waits for its locks: shortly, and again (R32).
+"""How a migration waits for its locks: for a short time, again and again (R32).
 
-Who waits for a lock on a table has everybody queue behind him who wants that table, also those whom its present holder
-would not disturb. So a report that reads for an hour, and an ALTER TABLE that waits for its end, would stop all workers
-for an hour.
+A request that waits for a table's lock makes all later ones queue behind it, also those that the present holder would
+not block. So a report that reads for an hour, with an ALTER TABLE waiting for its end, would stop all workers for an
+hour.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from idemconsumer.rules.backoff import backoff
 T = TypeVar("T")
 
 LOCKS: Final = 300.0
-"""Seconds in which all locks of a run have to be had, unless told otherwise."""
+"""Seconds within which a run must get all of its locks, unless another limit is given."""
 
 # Longer than deadlock_timeout: only after that does the server end an autovacuum that is in the way.
 _SHORTLY: Final = """
@@ -41,17 +41,17 @@ left join pg_stat_activity as a on a.pid = h.pid
 where w.pid = %s and not w.granted
 order by a.xact_start limit 3
 """
-_LOOKS: Final = 0.3  # seconds between two looks at who holds it
+_LOOKS: Final = 0.3  # seconds between two queries for the lock's holder
 
 Connect = Callable[[], AbstractContextManager[psycopg.Connection[Any]]]
 
 
 class _Kept(Exception):
-    """A lock was not given shortly; the text says which one, and who has it."""
+    """A lock was not granted in the short time; the text says which lock, and which session holds it."""
 
 
 class LockWaiting:
-    """What may be waited for altogether, in seconds, of which `say` is told."""
+    """A limit in seconds for all waiting together. `say` is called with a text for each wait."""
 
     def __init__(self, seconds: float, say: Callable[[str], None]) -> None:
         self._seconds = seconds
@@ -61,7 +61,7 @@ class LockWaiting:
         self._tries = 0
 
     def for_locks(self, attempt: Callable[[], T]) -> T:
-        """What it returns, once it gets its locks. Raises LockNotGiven when the time is over."""
+        """The attempt's result, once it gets its locks. Raises LockNotGiven when the time is over."""
         for number in count(1):
             began = time.monotonic()
             try:
@@ -79,7 +79,7 @@ class LockWaiting:
         raise AssertionError("count() has no end")
 
     def counted(self, connecting: Callable[[], T]) -> T:
-        """What it returns. The time that it takes is waited for a server."""
+        """The result of `connecting`. The time that it takes counts as waiting for the server."""
         began = time.monotonic()
         try:
             return connecting()
@@ -87,7 +87,7 @@ class LockWaiting:
             self._left -= time.monotonic() - began
 
     def for_server(self, error: StoreUnavailable) -> None:
-        """Return when it is to be tried again. Raises the error when the time is over."""
+        """Return when the next attempt is due. Raises the error when the time is over."""
         if self._left <= 0:
             raise error
         if (text := str(error)) != self._said:
@@ -104,8 +104,8 @@ class LockWaiting:
 
 @contextmanager
 def asking_shortly(connection: psycopg.Connection[Any], connect: Connect) -> Iterator[None]:
-    """Inside of the open transaction: whoever holds a lock has a moment to give it. `connect` makes another connection,
-    which asks who that is."""
+    """Limit, inside the open transaction, the wait for each lock to a short time. `connect` opens a second connection,
+    which queries who holds the lock."""
     row = connection.execute(_SHORTLY).fetchone()
     assert row is not None
     try:
@@ -117,14 +117,14 @@ def asking_shortly(connection: psycopg.Connection[Any], connect: Connect) -> Ite
 
 @contextmanager
 def _looking(connect: Connect, pid: int) -> Iterator[list[tuple[Any, ...]]]:
-    """The last that was seen of who keeps this process of the server waiting."""
+    """Yields the sessions that keep this process of the server waiting, as last seen."""
     seen: list[tuple[Any, ...]] = []
     over = threading.Event()
 
     def look() -> None:
         if over.wait(_LOOKS):
             return
-        # Not to be had, not to be had in time, or not ours to see: then nobody is named.
+        # The query may fail, come too late, or show nothing to this role: then no holder is named.
         with suppress(psycopg.Error, StoreUnavailable, ConfigurationError), connect() as second:
             while not over.is_set():
                 seen[:] = second.execute(_HOLDERS, [pid]).fetchall() or seen

@@ -1,6 +1,6 @@
-"""Copies of what Postgres has committed, and marks of who is asking it now (H33).
+"""Copies of what Postgres has committed, and marks of requests that are querying it now (H33).
 
-All of it may be late, or missing, and then Postgres is asked. It never decides that something runs.
+Any of it may be late or missing; then Postgres is asked. A copy or mark never decides that a request runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from idemconsumer.stores.redis.redis_records import encode_copy, read_copy
 from idemconsumer.stores.redis.scripts import FORGET, KEEP, LOOK, UNMARK, Script, Scripts
 
 SECONDS: Final = 0.25  # for an answer: it only saves time
-KEPT: Final = 60.0  # seconds: for so long a copy may outlive what a person has forgotten, or released
+KEPT: Final = 60.0  # seconds for which a copy may outlive a record that a person has forgotten or released
 MARKED: Final = 5.0  # seconds
 _LARGEST: Final = 256 * 1024  # bytes
 _PAUSE: Final = 1.0  # seconds in which Redis is not asked after it has failed
@@ -34,18 +34,18 @@ _NONCE: Final = 8  # bytes
 
 @dataclass(frozen=True, slots=True)
 class CopyLook:
-    """What was there: a copy, or the mark of somebody who asks for the same. Where there was nothing, ours is now:
-    until it is lifted, others wait."""
+    """`found`: a copy, or the mark of another request with the same key. None: there was nothing, and our own `mark` is
+    there now, so that others wait until it is lifted."""
 
     found: Record | Running | None
     mark: bytes = b""
 
 
 class Copies:
-    """Raises nothing; while Redis is down, nothing is there. No method takes longer than a quarter of a second."""
+    """Raises nothing; while Redis is down, nothing is found. No method takes longer than a quarter of a second."""
 
     def __init__(self, address: str, born: str, *, kept: float = KEPT, marked: float = MARKED) -> None:
-        """`born`: of which database. ConfigurationError for an address that cannot be read."""
+        """`born`: identifies the database. Raises ConfigurationError for an invalid address."""
         self._born = born.encode()
         self._redises = Redises(address, seconds=SECONDS)
         self._scripts = Scripts(self._redises)
@@ -57,12 +57,12 @@ class Copies:
         await self._redises.close()
 
     async def look(self, claim: Claim) -> CopyLook:
-        """Before Postgres is asked about this claim. The copy may be of another fingerprint."""
+        """To be called before Postgres is asked about this claim. The copy may have another fingerprint."""
         running = claim.record(State.PROCESSING)
         mark = _MARK + secrets.token_bytes(_NONCE) + encode_copy(running)
         try:
             found = await self._run(LOOK, claim.key, mark, max(1, int(self._marked * 1000)))
-        except asyncio.CancelledError:  # it has been left nevertheless
+        except asyncio.CancelledError:  # the mark may be there nevertheless
             await self._run(UNMARK, claim.key, mark)
             raise
         if not isinstance(found, bytes):
@@ -71,17 +71,17 @@ class Copies:
             return CopyLook(read_copy(found[1:]))
         record = read_copy(found[1 + _NONCE :])
         if record is None or claim.judge(record) is Verdict.CONFLICT:
-            return CopyLook(None)  # which of both is on record, Postgres knows
+            return CopyLook(None)  # only Postgres knows which of the two has a record
         return CopyLook(Running(record))
 
     async def lift(self, claim: Claim, look: CopyLook) -> None:
-        """Nobody needs to wait for this any more."""
+        """Remove our mark, so that others do not wait for it any more."""
         if look.mark:
             await self._run(UNMARK, claim.key, look.mark)
 
     async def keep(self, claim: Claim, record: Record, asked_at: float) -> None:
-        """Only after the COMMIT of a final record, in place of the mark. `asked_at`: the monotonic time before it was
-        sent, so that the copy is gone before the record has expired."""
+        """Store a copy in place of the mark. Only after the COMMIT of a final record. `asked_at`: the monotonic time
+        before that was sent, so that the copy expires before the record."""
         left = self._kept
         if claim.expires is not None:
             left = min(left, claim.expires - (time.monotonic() - asked_at))
@@ -92,11 +92,11 @@ class Copies:
             await self.forget(claim.key)
 
     async def forget(self, key: bytes) -> None:
-        """The record is not what it was."""
+        """Remove the copy, since the record has changed."""
         await self._run(FORGET, key)
 
     async def _run(self, script: Script, key: bytes, *args: object) -> Any:
-        """None, also where Redis does not answer."""
+        """The script's answer; None also if Redis does not answer."""
         if time.monotonic() < self._down_until:
             return None
         try:
@@ -112,5 +112,5 @@ class Copies:
         return answer
 
     def _copied(self, key: bytes) -> bytes:
-        """A key of its own: requests may be in the same Redis, and copies of another database."""
+        """The copy's own key: the same Redis may hold requests, and copies of another database."""
         return sha256(b"copy" + key + self._born).digest()

@@ -1,8 +1,8 @@
-"""What a process holds in Redis, and the thread that renews it: an endpoint that blocks the event loop keeps its key.
+"""The claims that a process holds in Redis, and the thread that renews them while an endpoint blocks the event loop.
 
-The thread has an event loop and a connection of its own. It only writes down when a claim was renewed last; that a
-claim is lost is decided in the loop of the endpoints, by the clock alone, and is final (H34). The clock is
-CLOCK_BOOTTIME, which keeps running while the machine is suspended.
+The thread has its own event loop and connection. It only records when a claim was last renewed. Whether a claim is lost
+is decided in the endpoints' loop, by the clock alone, and is final (H34). The clock is CLOCK_BOOTTIME, which keeps
+running while the machine is suspended.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from idemconsumer.stores.redis.redis_client import SECONDS, Redises
 from idemconsumer.stores.redis.scripts import RENEW, Scripts
 
 _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-_JOIN: Final = 5.0  # seconds for an exchange of the thread that is under way
+_JOIN: Final = 5.0  # seconds for an exchange of the thread that is in progress
 
 
 @dataclass(slots=True, eq=False)
 class _Mine:
     held: Held
-    kept: int  # milliseconds for which the value stays, from each renewal on
+    kept: int  # milliseconds until the value expires, from each renewal on
     lost: Callable[[], None]
-    good: float  # just before it was claimed or renewed last; written by the thread
+    good: float  # the time just before the claim or its last renewal; written by the thread
 
 
 class Keeper:
-    """The claims of one process, by key. All but the thread is used in one event loop.
+    """The claims of one process, by key. All methods except the thread's are used in one event loop.
 
-    Renewal stops while that loop has stood still for longer than `patience` seconds: a process that hangs keeps no key.
+    Renewal stops while that loop has been blocked for longer than `patience` seconds: a hanging process loses its keys.
     """
 
     def __init__(self, address: str, *, lease: float, patience: float) -> None:
@@ -56,8 +56,8 @@ class Keeper:
         self._stop: asyncio.Event
 
     def hold(self, held: Held, kept: int, lost: Callable[[], None], good: float) -> bool:
-        """Renew it from now on, and call `lost` once that has not worked for too long. False: the lease of what was
-        claimed at `good` is nearly over already, and nothing may run under it."""
+        """Renew the claim from now on, and call `lost` if that has failed for too long. False: the lease of this claim,
+        made at `good`, is nearly over already, and nothing may run under it."""
         if self._over_at(good) < now():
             return False
         if self._ticking is None:
@@ -72,31 +72,31 @@ class Keeper:
         return True
 
     def record(self, key: bytes) -> Record | None:
-        """Of what is held under this key."""
+        """The record of the claim that is held under this key."""
         if (mine := self._mine.get(key)) is None:
             return None
         claim = mine.held.claim
         return claim.record(State.PROCESSING)
 
     def drop(self, held: Held) -> None:
-        """It is ended, or another one has it: it is not renewed any more."""
+        """The claim is ended, or another owner has it: it is not renewed any more."""
         mine = self._mine.get(held.claim.key)
         if mine is not None and mine.held.token == held.token:
             del self._mine[held.claim.key]
 
     async def stop(self) -> list[Held]:
-        """Renew no more. Returns what is still held."""
+        """Stop renewing. Returns the claims that are still held."""
         if self._ticking is not None and self._thread is not None:
             self._ticking.cancel()
             with suppress(RuntimeError):  # its loop has ended
                 self._beating.call_soon_threadsafe(self._stop.set)
             await joined(self._thread, _JOIN)
-            self._ticking = None  # who claims after this is renewed by another thread
+            self._ticking = None  # a claim made after this is renewed by another thread
         left, self._mine = self._mine, {}
         return [mine.held for mine in left.values()]
 
     def _over_at(self, good: float) -> float:
-        """When those who hold it must be told: they must have ended before another one may have it."""
+        """When `lost` must be called: the endpoint must have ended before another owner may get the key."""
         return good + self._lease * (1 - MARGIN)
 
     # -------------------------------------------------------------------------------------------------------- the loop
@@ -105,8 +105,8 @@ class Keeper:
         self._look()
 
     def _look(self) -> None:
-        """Whoever is told that his claim is lost has lost it: a renewal that is under way may still come through, and
-        is the last one."""
+        """Report lost claims. Once that is reported the claim is lost: a renewal in flight may still succeed, but is
+        the last one."""
         for mine in [each for each in self._mine.values() if self._over_at(each.good) < now()]:
             self.drop(mine.held)
             log.error("claim of a request lost", key=mine.held.claim.key)
@@ -139,7 +139,7 @@ class Keeper:
         await redises.close()
 
     async def _renewed(self, scripts: Scripts, mine: _Mine) -> bool:
-        """False: Redis says that the claim is over, or another's."""
+        """False: Redis reports that the claim is over, or has another owner."""
         before = now()
         try:
             renewed = bool(await scripts.run(RENEW, mine.held.claim.key, mine.held.token, mine.kept))
@@ -151,5 +151,5 @@ class Keeper:
 
 
 def now() -> float:
-    """Seconds, to compare with."""
+    """The time in seconds, for comparisons only."""
     return time.clock_gettime(_CLOCK)

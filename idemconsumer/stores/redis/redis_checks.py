@@ -1,4 +1,4 @@
-"""What a Redis must be before a claim counts there, and what is to be known of it."""
+"""What a Redis must fulfil before a claim counts there, and what may lose claims."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from idemconsumer.stores.redis.keeping import now
 from idemconsumer.stores.redis.redis_client import Redises
 from idemconsumer.stores.redis.scripts import Scripts, in_doubt, name_of
 
-EVERY: Final = 60.0  # seconds for which a server is known to be fit
+EVERY: Final = 60.0  # seconds for which the result of a check is valid
 _KEEPS: Final = "noeviction"
 _RIGHTS: Final = "grant what docs/stores.md lists"
 _DENIED: Final = ("permission", "can't run this command")  # the second one in a script
-_TRIAL: Final = 10_000  # milliseconds after which the key of a trial goes, if it could not be deleted
-_OLDEST: Final = 5  # the first whose scripts may write after they have asked for the time
+_TRIAL: Final = 10_000  # milliseconds after which the trial's key expires, if it could not be deleted
+_OLDEST: Final = 5  # the first version whose scripts may write after they have read the time
 
 
 async def refuse_unfit(redises: Redises) -> None:
-    """H28. Raises ConfigurationError for a server that would forget claims by itself, or cannot run our scripts, and
+    """Raises ConfigurationError for a server that would drop claims by itself, or cannot run our scripts (H28), and
     StoreUnavailable."""
     for server in await _infos(redises, "server"):
         version = str(server.get("redis_version", ""))
@@ -47,16 +47,16 @@ async def refuse_unfit(redises: Redises) -> None:
 
 
 class Fitness:
-    """Whether a claim counts where it was made: a Redis that is fit when it is first used may evict later (H28).
+    """Whether a claim counts at its server: a Redis that is fit when it is first used may evict keys later (H28).
 
-    Known since the servers were last asked, for a minute and until another connection is made: that may lead to another
-    server, as after a failover.
+    The answer is valid for a minute after the servers were asked, and until a new connection is made: that may lead to
+    another server, as after a failover.
     """
 
     def __init__(self, redises: Redises) -> None:
         self._redises = redises
         self._asking = asyncio.Lock()
-        self._made = 0  # connections, before they were asked
+        self._made = 0  # number of connections, before they were checked
         self._until = -math.inf
 
     @property
@@ -64,7 +64,8 @@ class Fitness:
         return self._made == self._redises.made and now() < self._until
 
     async def ask(self) -> None:
-        """Unless it is known. After a claim it is about the server that has it. Raises as `refuse_unfit`."""
+        """Check, unless the last result is valid. After a claim this checks the server that has it. Raises as
+        `refuse_unfit`."""
         if self.known:
             return
         async with self._asking:
@@ -76,8 +77,8 @@ class Fitness:
 
 
 async def examine(address: str, replicas: int = 0) -> list[str]:
-    """What may lose claims one day (H28). Raises as `refuse_unfit`, and ConfigurationError for a user that may not do
-    all that a request takes there, by a key that is there for a moment (H57)."""
+    """What may lose claims one day (H28). Raises as `refuse_unfit`, and ConfigurationError for a user that lacks a
+    right that requests need. That is tried with a key that exists for a moment (H57)."""
     redises = Redises(address)
     try:
         await refuse_unfit(redises)
@@ -117,7 +118,7 @@ async def _asked(infos: Awaitable[Sequence[dict[str, Any]]]) -> Sequence[dict[st
 
 
 async def _try_scripts(redises: Redises, replicas: int) -> None:
-    """Each once, on a key that nobody has. Raises ConfigurationError where a request could not come to its end."""
+    """Run each script once, on an unused key. Raises ConfigurationError if a request could not finish there."""
     scripts, key, call = Scripts(redises, replicas=replicas), secrets.token_bytes(32), "trial"
     claim = (call, 1_000, _TRIAL, b"", b"", 1, "check/-/trial")
     try:
@@ -130,7 +131,7 @@ async def _try_scripts(redises: Redises, replicas: int) -> None:
                 await scripts.run(script, key, *given)
             _, token, *_ = await scripts.run(lua.CLAIM, key, *claim)
             await scripts.run(lua.COMPLETE, key, token, int(State.COMPLETED), b"", _TRIAL, 0, writes=True)
-            with in_doubt():  # EVAL too, though the server may know all of these by their digests
+            with in_doubt():  # EVAL too, although the server may know all of these by their digests
                 await redises.client.execute_command("EVAL", "return 1", 1, name_of(key))
                 async for _ in redises.client.scan_iter(match=b"*", count=1):
                     break

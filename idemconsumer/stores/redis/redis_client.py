@@ -24,12 +24,12 @@ except ImportError as missing:
 
 _UNKNOWN: Final = "settings: `redis` has an option that the client does not know"
 SECONDS: Final = 2.0  # for a connection, and for an answer
-_NEAR: Final = 1.0  # seconds, for those of a replica: it may have an address that is reached from its primary alone
-_SILENT: Final = 60.0  # seconds in which one is not asked that was not reached
+_NEAR: Final = 1.0  # seconds, for a replica's: its address may be reachable from its primary only
+_SILENT: Final = 60.0  # seconds for which an unreachable replica is not asked again
 
 
 class RedisClient(Protocol):
-    """What is used of redis-py's clients."""
+    """The part of redis-py's clients that is used."""
 
     def execute_command(self, *args: Any, **options: Any) -> Awaitable[Any]: ...
     def pipeline(self, *, transaction: bool) -> Any: ...
@@ -53,16 +53,16 @@ class _Ours:
 
 
 class Redises:
-    """The client, and what has to be closed with it. Connects when it is first used."""
+    """The client, and what has to be closed with it. Connects at the first use."""
 
     def __init__(self, address: str, *, seconds: float = SECONDS) -> None:
-        """ConfigurationError for an address that cannot be read; nothing of it is quoted."""
+        """Raises ConfigurationError for an invalid address, without quoting any of it."""
         urls = redis_urls(address)
         self.cluster = is_cluster(address)
-        self.made = 0  # connections, also to servers that others have become (H28)
-        self._silent: dict[tuple[str, int], float] = {}  # replicas, and until when they are not asked again
+        self.made = 0  # connections, also to other servers that have taken over (H28)
+        self._silent: dict[tuple[str, int], float] = {}  # unreachable replicas, and until when they are not asked again
         self._others: list[Any] = []
-        # Whether to repeat a command is decided here, by who knows what it does.
+        # No retries by the client: whether a command may be repeated is decided here.
         common: dict[str, Any] = {
             "socket_timeout": seconds, "socket_connect_timeout": seconds, "retry": Retry(NoBackoff(), 0),
             "client_name": "idemconsumer",
@@ -99,7 +99,7 @@ class Redises:
         client: Any = self.client
         if self.cluster:
             kind = self._ours(client.connection_kwargs.get("connection_class", Connection))
-            client.connection_kwargs["connection_class"] = kind  # of nodes that are found
+            client.connection_kwargs["connection_class"] = kind  # of nodes that are discovered later
             for node in client.nodes_manager.startup_nodes.values():
                 node.connection_class = kind
             return
@@ -113,19 +113,19 @@ class Redises:
             return RedisCluster(startup_nodes=[ClusterNode(host, port) for host, port in servers], **options)
         if service:
             watchers = Sentinel(servers, sentinel_kwargs=sentinel)  # type: ignore[no-untyped-call]
-            self._others = watchers.sentinels  # before 8.1 they cannot be closed as one
+            self._others = watchers.sentinels  # before 8.1 they cannot be closed together
             return cast(RedisClient, watchers.master_for(service, **options))
         ((host, port),) = servers
         return Redis(host=host, port=port, **options)
 
     async def infos(self, section: str) -> Sequence[dict[str, Any]]:
-        """INFO, of each primary. Raises RedisError."""
+        """INFO of each primary. Raises RedisError."""
         if self.cluster:
             return list((await self.client.info(section, target_nodes=RedisCluster.PRIMARIES)).values())
         return [await self.client.info(section)]
 
     async def replica_infos(self, section: str) -> Sequence[dict[str, Any]]:
-        """INFO, of each replica that can be reached from here; of the others nothing is known. Raises RedisError."""
+        """INFO of each replica that can be reached from here; the others are left out. Raises RedisError."""
         primaries, clock = await self.infos("replication"), asyncio.get_running_loop().time
         at = {(str(each["ip"]), int(each["port"])) for info in primaries for each in info.values() if _is_replica(each)}
         asked = [address for address in at if self._silent.get(address, 0.0) <= clock()]
@@ -151,5 +151,5 @@ class Redises:
 
 
 def _is_replica(value: object) -> bool:
-    """Of INFO replication: `slave0` and so on are fields of their own."""
+    """Whether a field of INFO replication is a replica: `slave0` and so on are fields of their own."""
     return isinstance(value, dict) and "ip" in value and "port" in value

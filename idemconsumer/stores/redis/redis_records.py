@@ -1,4 +1,4 @@
-"""Records as Redis has them, and back."""
+"""Records in Redis's encoding, and back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def encode_response(result: StoredResult) -> bytes:
 
 
 def read_record(state: bytes, fingerprint: bytes | None, canonical: bytes | None, response: bytes | None) -> Record:
-    """From the fields of a request's value. Raises StoreUnavailable for what is none: it decides nothing (R14)."""
+    """The record in the fields of a request's value. Raises StoreUnavailable for an invalid one: it decides nothing
+    (R14)."""
     try:
         result = None if response is None else _result(_RESPONSES.decode(response))
         return Record(State(int(state)), fingerprint or None, result, canonical or None)
@@ -54,7 +55,7 @@ def encode_copy(record: Record) -> bytes:
 
 
 def read_copy(value: bytes) -> Record | None:
-    """None for what is none."""
+    """The record in a copy; None for an invalid copy."""
     try:
         copy = _COPIES.decode(value)
         return Record(

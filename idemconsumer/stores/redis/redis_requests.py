@@ -1,12 +1,11 @@
 """RequestStore on Redis, for effects that are not in Postgres.
 
 A claim is one value: state, fence token, until when it is held, fingerprints, and in the end the response. A thread
-renews it once a third of its lease is over (`keeping`), so an event loop that is blocked does not lose it. Whoever
-cannot renew in time is told by `lost`; another owner may have the key by then, and what the late one wants to store is
-refused (H26, H34).
+renews it once a third of its lease is over (`keeping`), so an event loop that is blocked does not lose it. If it cannot
+be renewed in time, `lost` is called; another owner may have the key by then, and a late response is refused (H26, H34).
 
-What Redis forgets is gone: a key that was evicted, flushed, or lost with a server that keeps no log or fails over to a
-replica that had not got it yet, is new, and its handler runs again.
+A key that Redis loses is new, and its handler runs again. That happens to a key that was evicted or flushed, or that
+was lost with a server that keeps no log or fails over to a replica without the key.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from idemconsumer.stores.redis.scripts import CLAIM, COMPLETE, LEAVE, LOST, READ
 from idemconsumer.stores.unfinished import Unfinished
 
 LEASE: Final = 30.0  # seconds
-KEEP: Final = 86_400.0  # seconds that a response is kept whose handler says nothing else
+KEEP: Final = 86_400.0  # seconds that a response is kept if its handler does not say
 LONGEST_STILL: Final = 30.0  # seconds
 _ATTEMPTS: Final = 2
 _PIECE: Final = 1_000  # keys
@@ -44,10 +43,10 @@ _MICROSECOND: Final = timedelta(microseconds=1)
 
 class RedisRequests:
     """See `ports.RequestStore`, and the module. `outage`: "closed" raises StoreUnavailable while Redis is down; "open"
-    gives a key that is `unclaimed` instead (H27).
+    returns a key that is `unclaimed` instead (H27).
 
-    With `replicas` a claim counts, and a response is stored, once so many have it: else StoreUnavailable, and the claim
-    is taken back, or the response sent again until they have (H29).
+    With `replicas` a claim counts, and a response is stored, once that many replicas have it. Otherwise
+    StoreUnavailable is raised, and the claim is released, or the response is sent again until they have it (H29).
 
     Claims are renewed while the event loop is not blocked for longer than `longest_still` seconds; after that they end
     within `lease` seconds, and `lost` is called once the loop runs again.
@@ -63,7 +62,7 @@ class RedisRequests:
         replicas: int = 0,
         longest_still: float = LONGEST_STILL,
     ) -> None:
-        """Connects when it is first used. ConfigurationError for an address that cannot be read."""
+        """Connects at the first use. Raises ConfigurationError for an invalid address."""
         self._redises = Redises(address)
         if replicas and self._redises.cluster:
             raise ConfigurationError("redis: a cluster cannot wait for replicas; leave redis_replicas at 0")
@@ -136,7 +135,8 @@ class RedisRequests:
         raise StoreUnavailable("Redis: the value of a key was not written by idemconsumer")
 
     def _take_back(self, key: bytes, call: str) -> None:
-        """H23: it may be ours, and nobody would know. Beside the end of an earlier claim, which may be due still."""
+        """Release a claim that may be ours without our knowledge (H23). It is tried under a key of its own, since the
+        end of an earlier claim may still be due."""
         self._unfinished.add(key + call.encode(), lambda: self._scripts.run(RELEASE, key, call, ""))
 
     def _kept(self, claim: Claim) -> int:
@@ -144,7 +144,7 @@ class RedisRequests:
         return max(1, int(1000 * (self._keep if claim.expires is None else claim.expires)))
 
     def _kept_running(self, claim: Claim) -> int:
-        """Milliseconds from the last renewal on: what runs does not expire, and what was lost is known to be."""
+        """Milliseconds from the last renewal on: a running request does not expire, and a lost one stays known."""
         return max(self._kept(claim), int(3000 * self._lease))
 
     # ------------------------------------------------------------------------------------------------------------ ends
@@ -179,7 +179,7 @@ class RedisRequests:
             self._keeper.drop(held)
             self._unfinished.drop(held.claim.key)
 
-        with suppress(StoreUnavailable):  # then it is done later
+        with suppress(StoreUnavailable):  # the release is done later
             await self._unfinished.do(held.claim.key, release)
 
     # -------------------------------------------------------------------------------------------------------- the lost
@@ -196,7 +196,7 @@ class RedisRequests:
         return sorted(found, key=lambda each: each.since)
 
     async def settle_lost(self, lost: LostRequest, result: StoredResult, *, by: str, failed: bool = False) -> bool:
-        """The response is kept for as long as one whose handler says nothing else."""
+        """As the port's. The response is kept for as long as one whose handler does not say."""
         state = State.FAILED if failed else State.COMPLETED
         given = (lost.token, int(state), encode_response(result), max(1, int(1000 * self._keep)), 1)
         return bool(await self._scripts.run(COMPLETE, bytes.fromhex(lost.key), *given, writes=True))

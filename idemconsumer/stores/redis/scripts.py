@@ -1,4 +1,4 @@
-"""What is decided in Redis, each in one script on one key (H25), and how the scripts are sent."""
+"""The decisions made in Redis, each by one script on one key (H25), and how the scripts are sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from idemconsumer.redaction import error_text
 from idemconsumer.stores.redis.redis_client import Redises
 from idemconsumer.user_code.cancellation import ends_this_task, uninterrupted
 
-_MOST: Final = 50  # exchanges at a time; the client refuses what is above its own limit instead of waiting
+_MOST: Final = 50  # exchanges at a time; beyond its own limit the client raises an error instead of waiting
 _PIECE: Final = 1_000  # keys
 _PATIENCE: Final = 1_000  # milliseconds for the confirmations of replicas
 _PREFIX: Final = b"idemconsumer:"
@@ -31,12 +31,12 @@ class Script:
         return sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-# A request's value is a hash. s: state, by number. t: fence token. o: of the call that claimed it. u, l: until when, in
-# milliseconds of Redis's clock, and how long a lease is. f, c: fingerprints. a: a former owner was lost. r: response.
-# b: when it was claimed, in microseconds since 1970. n: the name of its scope.
+# A request's value is a hash. s: the state's number. t: the fence token. o: the id of the call that claimed it. u: the
+# end of the lease, in milliseconds of Redis's clock; l: the length of a lease. f, c: fingerprints. a: a former owner
+# was lost. r: the response. b: when it was claimed, in microseconds since 1970. n: the name of its scope.
 #
-# A time more than two leases ahead is that of a clock that has stepped back. One lease would be too few: a step of a
-# millisecond, or a failover to a clock that is late, would free what was claimed just before.
+# An end more than two leases ahead means that the clock was set back. One lease would be too little: a step back by a
+# millisecond, or a failover to a clock that is slow, would free a key that was claimed just before.
 _NOW: Final = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -44,8 +44,8 @@ local function over(u, l)
     return tonumber(u) < now or tonumber(u) > now + 2 * tonumber(l)
 end
 """
-# H53: a server that is full refuses a script what needs memory, until the script has written. This is a write that
-# needs none, and changes nothing: so a claim is refused there, and what has been claimed is renewed and ended.
+# H53: a full server refuses commands that need memory, until the script has written. This write needs no memory and
+# changes nothing. So a full server refuses new claims, but existing claims are renewed and ended.
 _THOUGH_FULL: Final = "redis.call('HDEL', KEYS[1], '')"
 CLAIM: Final = Script(f"""{_NOW}
 local key, call, lease, keep, f, c = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
@@ -75,7 +75,7 @@ if lost and same and ARGV[6] == '1' then
 end
 return {{'running', kf, kc, lost and 1 or 0}}
 """)
-# Only while it has not expired: whoever was cut off for so long has been told that it is lost.
+# Only while it has not expired: a claim that was cut off for longer has been reported as lost.
 RENEW: Final = Script(f"""{_NOW}
 local s, t, u, l = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'u', 'l'))
 if s == '1' and t == ARGV[1] and not over(u, l) then
@@ -86,7 +86,7 @@ if s == '1' and t == ARGV[1] and not over(u, l) then
 end
 return 0
 """)
-# With 1 as the last argument only for a request that was lost, and that nobody has taken since.
+# With 1 as the last argument only if the request is lost, and no owner has taken it since.
 COMPLETE: Final = Script(f"""{_NOW}
 local s, t, r, u, l = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'r', 'u', 'l'))
 if s == '1' and t == ARGV[1] and (ARGV[5] == '0' or over(u, l)) then
@@ -98,8 +98,8 @@ if s == '1' and t == ARGV[1] and (ARGV[5] == '0' or over(u, l)) then
 end
 return (s == ARGV[2] and r == ARGV[3]) and 1 or 0
 """)
-# By its token, or by the call that claimed it, whose answer was lost. What a former owner may have done is still to be
-# told, and since when.
+# By its token, or by the call that claimed it, if its answer was lost. If a former owner was lost, that is kept, with
+# its time.
 RELEASE: Final = Script(f"""
 local s, t, o, a = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'o', 'a'))
 if s == '1' and (t == ARGV[1] or o == ARGV[1]) then
@@ -124,7 +124,7 @@ if s == '1' and t == ARGV[1] then
 end
 return 0
 """)
-# What else has such a name is a copy, or none of ours.
+# Other types of values with such a name are copies, or not ours.
 LOST: Final = Script(f"""{_NOW}
 if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then
     return false
@@ -143,7 +143,7 @@ end
 return 0
 """)
 READ: Final = Script("return redis.call('HMGET', KEYS[1], 's', 'f', 'c', 'r')")
-# A copy of what Postgres has committed, or somebody's word that it is being asked (H33).
+# A copy of what Postgres has committed, or the mark of a request that is querying it now (H33).
 LOOK: Final = Script("""
 local found = redis.call('GET', KEYS[1])
 if not found then
@@ -162,11 +162,11 @@ FORGET: Final = Script("return redis.call('DEL', KEYS[1])")
 
 
 class NotReplicated(StoreUnavailable):
-    """It was written, and fewer replicas than asked for have confirmed that in time."""
+    """The value was written, but fewer replicas than required have confirmed it in time."""
 
 
 class Scripts:
-    """Runs them. With `replicas` a write counts once that many have it."""
+    """Runs the scripts. With `replicas` a write counts once that many replicas have it."""
 
     def __init__(self, redises: Redises, *, replicas: int = 0) -> None:
         self._client = redises.client
@@ -174,12 +174,12 @@ class Scripts:
         self._turns = asyncio.Semaphore(_MOST)
 
     async def run(self, script: Script, key: bytes, *args: object, writes: bool = False) -> Any:
-        """Its answer. Runs to its end even when the caller is cancelled, which a time limit bounds. Raises
+        """The script's answer. Runs to its end, within a time limit, even when the caller is cancelled. Raises
         StoreUnavailable: then it may have run."""
         return await uninterrupted(self._run(script, name_of(key), args, writes and self._replicas > 0))
 
     async def keys(self) -> set[bytes]:
-        """All that have a value which may be ours, each server asked in pieces. Raises StoreUnavailable."""
+        """All keys whose value may be ours; each server is asked in pieces. Raises StoreUnavailable."""
         with in_doubt():
             names = [name async for name in self._client.scan_iter(match=_PREFIX + b"*", count=_PIECE)]
         return {key for name in names if (key := key_of(name)) is not None}
@@ -195,7 +195,7 @@ class Scripts:
     async def _send(self, wait: bool, *command: Any) -> Any:
         if not wait:
             return await self._client.execute_command(*command)
-        # On one connection: WAIT is for what was written there.
+        # On one connection, since WAIT covers only the writes of its own.
         async with self._client.pipeline(transaction=False) as pipeline:
             pipeline.execute_command(*command)
             pipeline.execute_command("WAIT", self._replicas, _PATIENCE)
@@ -209,7 +209,7 @@ class Scripts:
 
 @contextmanager
 def in_doubt() -> Iterator[None]:
-    """H52: whatever the client raises, of whatever type, is no answer of Redis. Raises StoreUnavailable."""
+    """An error of the client, of any type, is no answer of Redis (H52). Raises StoreUnavailable instead."""
     try:
         yield
     except IdemConsumerError:
@@ -221,12 +221,12 @@ def in_doubt() -> Iterator[None]:
 
 
 def name_of(key: bytes) -> bytes:
-    """One key of ours is one key of Redis, so each script stays in one slot of a cluster."""
+    """The name in Redis. One key of ours is one key of Redis, so each script stays in one slot of a cluster."""
     return _PREFIX + key.hex().encode()
 
 
 def key_of(name: bytes) -> bytes | None:
-    """Whose name that is."""
+    """The key that has this name in Redis; None if it is not a name of ours."""
     try:
         return bytes.fromhex(name.removeprefix(_PREFIX).decode())
     except ValueError:
