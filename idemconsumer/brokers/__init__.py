@@ -1,4 +1,4 @@
-"""The broker adapters, a folder or a file each, chosen by the scheme of a source.
+"""The broker adapters, one folder or file each, chosen by the scheme of a source.
 
-What only one broker must do is done in its adapter. Knows the ports, and no engine.
+Code that only one broker needs is in its adapter. The adapters use the ports, and no engine.
 """

@@ -1,4 +1,4 @@
-"""Broker adapters by scheme. A driver is imported when its scheme is first used, never before."""
+"""Broker adapters by scheme. A driver is imported when its scheme is first used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMES: Final = {"kafka": "Kafka", "rabbitmq": "RabbitMQ"}
 
 
 def destination(text: str) -> tuple[str, str]:
-    """Scheme and name of `scheme:name`, where to publish. Raises ConfigurationError for anything else."""
+    """Scheme and name of the destination `scheme:name`. Raises ConfigurationError for anything else."""
     try:
         scheme, name = split_source(text)
     except BadSource as error:
@@ -33,7 +33,7 @@ def destination(text: str) -> tuple[str, str]:
 
 
 def check_delay(scheme: str, name: str, delay: float) -> None:
-    """Raise ConfigurationError if what is published there cannot be put off (P7)."""
+    """Raise ConfigurationError if a message to this destination cannot be delayed as requested (P7)."""
     if not delay or scheme in ("postgres", "sqs", "memory"):
         return
     raise ConfigurationError(
@@ -43,7 +43,8 @@ def check_delay(scheme: str, name: str, delay: float) -> None:
 
 
 def connect(scheme: str, settings: Settings) -> Broker:
-    """The client for a scheme; opens nothing yet. ConfigurationError when its driver or its address is missing."""
+    """The client for a scheme; does not connect yet. Raises ConfigurationError when its driver or its address is
+    missing."""
     module, name = _ADAPTERS[scheme]
     try:
         adapter = getattr(import_module(module), name)

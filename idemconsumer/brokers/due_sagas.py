@@ -1,11 +1,11 @@
-"""Sagas that are due or stale, as a source: no redelivery is needed to resume one.
+"""The source that delivers sagas which are due or stale: resuming one needs no redelivery.
 
-What it delivers is held already, under a new token. Settling changes nothing: by the time its outcome is known, the
-saga's row is gone, released or put aside for a person.
+Each delivery already holds the saga's lease, under a new token. Settling a delivery changes nothing in the database:
+when its outcome is known, the saga's row has been deleted, released or put aside for a person.
 
-A saga is taken only for a lane that is free now (L33), so that a process with nothing to do gets what a busy one cannot
-begin; for all lanes that are free, in one statement (L63). Nothing is taken blindly: one statement says what there is,
-and when to look again (L32).
+A saga is taken only for a lane that is free now (L33), so that an idle process gets the sagas that a busy one cannot
+begin. One statement takes sagas for all free lanes (L63). A query runs before each take: it returns which sagas can be
+taken and when to query again (L32).
 """
 
 from __future__ import annotations
@@ -26,48 +26,51 @@ if TYPE_CHECKING:
     from idemconsumer.stores.leases import PostgresLeases
 
 SCHEME: Final = "saga"
-# Seconds between two looks.
-_LONGEST: Final = 1.25  # what becomes due sooner than was seen is resumed within that (L61)
-_AGAIN: Final = 0.5  # while something is due that cannot be taken
+# Seconds between two queries.
+_LONGEST: Final = 1.25  # a saga that becomes due earlier than the last query saw is resumed within this time (L61)
+_AGAIN: Final = 0.5  # while a saga is due that cannot be taken
 _SHORTEST: Final = 0.2
 _SOONEST: Final = 0.02
-_PATIENCE: Final = 1.0  # seconds after which what no idle process has taken gets the next free lane of a busy one
-_MOST_KEPT_OUT: Final = 60  # looks in a row
-_HELD_UP: Final = 2.0  # seconds after which a look at sagas and queues goes on without the queues (L67)
+_PATIENCE: Final = 1.0  # seconds until a due saga that no idle process has taken gets the next free lane of a busy one
+_MOST_KEPT_OUT: Final = 60  # queries in a row that are skipped because the lanes are closed
+_HELD_UP: Final = 2.0  # seconds after which a query of sagas and queues is replaced by one of the sagas alone (L67)
 
 
 class LanesOfSagas(Protocol):
-    """What the lanes of this process say of themselves. `freed` is set whenever one has nothing to do any more."""
+    """The state of the lanes of this process. `freed` is set whenever a lane becomes idle."""
 
     freed: asyncio.Event
 
     @property
     def keys(self) -> Sequence[bytes]:
-        """Those that are in hand, of any source."""
+        """The keys of the messages and sagas that are in flight in this process, from any source."""
         ...
 
     @property
     def closed(self) -> bool:
-        """Whether no saga may begin now."""
+        """Whether no saga may start now."""
         ...
 
     def idle(self, handler: str) -> int:
-        """How many lanes of a handler have nothing to do; none while it is paused."""
+        """How many lanes of a handler are idle; 0 while the handler is paused."""
         ...
 
     def paused(self, handler: str) -> bool:
-        """Whether no saga of the handler is to be taken now (O14)."""
+        """Whether the handler is paused, so that none of its sagas may be taken (O14)."""
         ...
 
     def keep(self, handler: str, kept: bool) -> None:
-        """Whether the next lane of the handler that is free is kept for a saga, and takes no new message."""
+        """Set whether the next free lane of the handler is reserved for a saga and takes no new message."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DueSagas:
-    """See `ports.Broker`. A subscription's name is its handler, and its group the app, the same for all. `cancel` is
-    told which sagas of this process are to be cancelled, and `beside` what its queues have."""
+    """See `ports.Broker`.
+
+    A subscription's name is its handler; its group is the app, the same for all of them. `cancel` is called with the
+    keys of the sagas of this process that are to be cancelled. `beside` are brokers whose queues the same query checks.
+    """
 
     leases: PostgresLeases
     lanes: LanesOfSagas
@@ -96,12 +99,12 @@ class DueSagas:
 
 
 class DueSagasSession:
-    """See `ports.Session`. Takes no more sagas of a handler than lanes are free; what it leaves, another worker may
-    take at once.
+    """See `ports.Session`. Takes at most as many sagas of a handler as it has free lanes.
 
-    What nobody has taken for a second, although it could be, gets the next lane that is free here: otherwise a stream
-    of new messages could keep it waiting for ever. While the lanes are closed, for what may kill this worker, it takes
-    none, so that others can (L23); but a stream of those keeps it from taking any for half a minute only.
+    Another worker may take the others at once. A saga that has been due for a second without being taken gets the next
+    lane that becomes free here: otherwise a stream of new messages could keep it waiting for ever. While the lanes are
+    closed because of a message that may kill this worker, the session takes no sagas, so that other workers can (L23);
+    a stream of such messages prevents it from taking any for at most half a minute.
     """
 
     losses_count = False
@@ -113,8 +116,8 @@ class DueSagasSession:
         self._handlers = handlers
         self._kept_out = 0
         self._kept: set[str] = set()
-        self._left: list[str] = []  # handlers with sagas that could be taken, and had no free lane, or not enough
-        self._looked = self._next = asyncio.get_running_loop().time()  # when it did last, and is to look again
+        self._left: list[str] = []  # handlers with sagas that could be taken but had no free lane, or too few
+        self._looked = self._next = asyncio.get_running_loop().time()  # times of the last query and of the next
         self._outstanding: Counter[str] = Counter()
         self._epoch = Epoch(takes_back=True)
         self._stopped = False
@@ -134,14 +137,14 @@ class DueSagasSession:
         return [Delivery(holding.message, self._epoch, handle=holding) for holding in taken]
 
     async def _wait(self) -> None:
-        """For the time of the next look, or for a lane that is free for what was left."""
+        """Wait until the next query is due, or until a lane is free for a saga that was left."""
         clock = asyncio.get_running_loop().time
         while not self._stopped and not any(map(self._lanes.idle, self._left)) and clock() < self._next:
             self._lanes.freed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._next):
                     await self._lanes.freed.wait()
-                    # What ended here may have to be tried again soon.
+                    # A lane was freed: the saga that ended there may have to be retried soon.
                     self._next = min(self._next, self._looked + _SHORTEST)
         if self._stopped and not self._epoch.ended:
             await asyncio.sleep(_SHORTEST)
@@ -158,8 +161,8 @@ class DueSagasSession:
         look = await self._look()
         if look.cancelled:
             self._cancel(look.cancelled)
-        # Read in this order: a saga that was begun in between is not among those seen (L12), and what the last fetch
-        # took has been handed over by now.
+        # Query first, then read the keys: a saga that started in between is not among those the query returned (L12),
+        # and the lanes already know the sagas of the last fetch.
         held = set(self._lanes.keys)
         unheld = [(key, token) for key, token in look.own if key not in held]
         due = [name for name, seconds in look.due.items() if seconds <= 0]
@@ -173,7 +176,7 @@ class DueSagasSession:
         return [handler for handler in self._handlers if not self._lanes.paused(handler)]
 
     async def _look(self) -> DueLook:
-        """At the sagas, and at the queues while these can be read."""
+        """Query the sagas and, while they can be read, the queues."""
         if queues := [name for each in self._beside for name in each.queues]:
             with contextlib.suppress(StoreUnavailable, TimeoutError):
                 async with asyncio.timeout(_HELD_UP):
@@ -186,7 +189,7 @@ class DueSagasSession:
         return await self._leases.look(self._app, self._running)
 
     async def _take(self, handlers: Sequence[str], unheld: Sequence[tuple[bytes, int]]) -> list[LeasedSaga]:
-        """For the lanes that are free. One statement serves handlers with as many."""
+        """Take sagas for the free lanes. Handlers with the same number of free lanes share one statement."""
         rooms: dict[int, list[str]] = {}
         for handler in handlers:
             rooms.setdefault(self._lanes.idle(handler), []).append(handler)
@@ -202,7 +205,7 @@ class DueSagasSession:
         return taken
 
     def _keep(self, handlers: set[str]) -> None:
-        """Keep the next free lane of these for what is due, and of no others."""
+        """Reserve the next free lane of each of these handlers for a due saga, and of no other handler."""
         for handler in handlers ^ self._kept:
             self._lanes.keep(handler, handler in handlers)
         self._kept = handlers
@@ -211,7 +214,7 @@ class DueSagasSession:
         self._outstanding.subtract(delivery.handle.handler for delivery in deliveries)
 
     async def release(self, deliveries: Sequence[Delivery]) -> None:
-        """Taken and never started: free for all workers at once, at no cost."""
+        """Release sagas that were taken and never started: any worker may take them at once, and nothing is counted."""
         self._outstanding.subtract(delivery.handle.handler for delivery in deliveries)
         for delivery in deliveries:
             try:

@@ -1,4 +1,4 @@
-"""What a worker's launcher does for it if it is killed: leave the consumer groups of which it was a member (K15)."""
+"""Leaves the consumer groups of a worker that was killed; its launcher does so on its behalf (K15)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LEAVING: Final = "idemconsumer.brokers.kafka.membership"
 
 
 def prepare_to_leave() -> None:
-    """Import what `leave_for` takes, which is most of its time."""
+    """Import what `leave_for` needs, which takes most of its time."""
     import_module(_LEAVING)
 
 
 async def leave_for(settings: Settings, members: Mapping[str, str]) -> None:
-    """Leave for a worker that has died. `members`: its ids by group. Raises BrokerUnavailable."""
+    """Leave the groups of a worker that has died. `members`: its member ids by group. Raises BrokerUnavailable."""
     await import_module(_LEAVING).leave(settings, members)

@@ -1,4 +1,4 @@
-"""What a process hears from Postgres, on one connection for all that it waits for there (L62)."""
+"""Receives the notifications that a process waits for, all on one connection to Postgres (L62)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from idemconsumer.rules.session_pause import session_pause
 
 Connection = psycopg.AsyncConnection[Any]
 
-PROBE: Final = 30.0  # seconds without a notice after which the connection has to answer
+PROBE: Final = 30.0  # seconds without a notification after which the connection is probed with a query
 _CHANNEL: Final = "idemconsumer_queue"
 
 
 class Listening:
-    """`heard` is called with the payload of each notice, and `missed` when some may have been missed.
+    """Calls `heard` with the payload of each notification, and `missed` when some may have been lost.
 
-    A connection that was lost, or that says nothing, is replaced by what `connect` returns. Nothing depends on it but
-    how soon something is noticed, so it ends no session.
+    A connection that is lost or does not answer is replaced by a new one from `connect`. Only how soon a change is
+    noticed depends on the connection, so losing it ends no session.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Listening:
         self._duty = Duty(self._listen, 0.0)
 
     async def start(self) -> None:
-        """Raises ConfigurationError. An outage is no reason not to begin: what arrives is looked for meanwhile."""
+        """Raises ConfigurationError. Starts in an outage too: until it has a connection, the sessions poll."""
         with contextlib.suppress(BrokerUnavailable, psycopg.Error):
             await self._begin()
         self._duty.start()
@@ -68,7 +68,7 @@ class Listening:
             log.info("postgres: notifications lost, polling instead", error=error_text(error))
         await self._leave()
         await Duty(self._begin, first=_pause(0), spread=True, again=_pause, failed=lambda _: None).run()
-        if self._connection is None:  # what it waited for has swallowed a cancellation
+        if self._connection is None:  # the duty swallowed a cancellation while it connected
             return
         log.info("postgres: notifications received again")
         self._missed()

@@ -17,7 +17,7 @@ from idemconsumer.settings import Settings
 
 
 class MemoryQueue:
-    """What waits for one consumer, or for those that share it."""
+    """The messages that wait for one consumer, or for the consumers that share the queue."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[int, int, Any]] = deque()  # number, deliveries so far, message
@@ -29,7 +29,8 @@ class MemoryQueue:
 
 
 class MemoryBroker:
-    """Redelivers what a session left unsettled when it closed, in order, as a real broker would."""
+    """In-process queues. Messages that are unsettled when a session closes are redelivered in order, as a real broker
+    would."""
 
     hands_over = False
 
@@ -72,10 +73,10 @@ class MemoryBroker:
 
 
 class MemorySession:
-    """See `ports.Session`. The brokers of the kit that users test with have it too."""
+    """See `ports.Session`. The test kit's brokers use it too."""
 
     losses_count = False
-    longest = 0.2  # seconds of an empty fetch
+    longest = 0.2  # seconds that an empty fetch waits
 
     def __init__(self, name: str, queue: MemoryQueue, bounds: Bounds, scheme: str = "memory") -> None:
         self._name = name

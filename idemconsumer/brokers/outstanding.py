@@ -1,4 +1,4 @@
-"""What a session holds of one source, in messages and in bytes, how many more it may take, and what is left there."""
+"""What a session holds of one source, in messages and in bytes; how many more it may take; how large the backlog is."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from idemconsumer.rules import fetching
 
 
 class Outstanding:
-    """Everything that arrived and has not left again, by how its broker knows it. While its source is paused no more
-    may be taken (O14).
+    """All messages that have arrived and are not settled or released yet, by their broker's handle.
 
-    Never more messages than `Bounds.wanted`. Never more bytes than the bound of the process, as long as no message is
-    larger than the largest of late; one that is too large for it is held alone.
+    While the source is paused, no more may be taken (O14). Never more messages than `Bounds.wanted`. Never more bytes
+    than the limit of the process, as long as no message is larger than the largest recent one; a message that is larger
+    than the limit is held alone.
     """
 
     def __init__(self, bounds: Bounds, source: str) -> None:
@@ -39,7 +39,7 @@ class Outstanding:
         self._expected = fetching.expected_size(self._expected, (size,))
 
     def left(self, handles: Iterable[Hashable]) -> None:
-        """Settled, given back or no longer ours. What is not held is ignored."""
+        """Remove messages that were settled, released or lost to another session. Unknown handles are ignored."""
         self._add(-sum(self._sizes.pop(handle, 0) for handle in handles))
 
     def clear(self) -> None:
@@ -47,7 +47,7 @@ class Outstanding:
         self._add(-self._bytes)
 
     def may_hold(self, waiting: int) -> int:
-        """How many messages in all; `waiting` of them are in the waiting room."""
+        """How many messages may be held in all; `waiting` of them are in the waiting room."""
         return fetching.may_hold(self._bounds.wanted(self._source, waiting), self._allowed, self._size)
 
     @property
@@ -55,7 +55,7 @@ class Outstanding:
         return self._bounds.paused(self._source)
 
     def may_take(self, waiting: int, asked_for: int = 0) -> int:
-        """How many more, when `asked_for` are on their way."""
+        """How many more messages may be requested, when `asked_for` have been requested already."""
         if self.paused:
             return 0
         held, size = len(self._sizes) + asked_for, self._size
@@ -68,7 +68,7 @@ class Outstanding:
 
     @property
     def most(self) -> int:
-        """How many messages memory and `in_flight` allow, whatever the lanes could begin."""
+        """How many messages memory and `in_flight` allow, however many the lanes could start."""
         return fetching.may_hold(self._bounds.in_flight, self._allowed, self._size)
 
     @property
@@ -86,15 +86,17 @@ class Outstanding:
 
 @dataclass(slots=True)
 class Backlog:
-    """For how long the oldest message that nobody has taken can have been there, without a look at it. Of a source that
-    gives its messages in order, as far as it does: what is left was sent after `newest`, the last one that was
-    delivered; and came after the last look at which nothing was left."""
+    """An upper bound for the age of the oldest message that nobody has taken, without reading that message.
+
+    For a source that delivers in order, and only as exact as that order: what is left was sent after `newest`, the last
+    message delivered, and arrived after the last check at which nothing was left.
+    """
 
     newest: datetime | None = None
     _empty_at: float | None = None
 
     def lag(self, messages: int, *, part: bool = False) -> Lag:
-        """So many are left now. Seconds are by the clock of whoever sent the last one and by ours."""
+        """The lag when `messages` are left now. Its seconds compare the sender's clock with ours."""
         now = time.time()
         if not messages:
             self._empty_at = now

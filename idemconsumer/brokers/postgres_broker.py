@@ -1,5 +1,4 @@
-"""The queue in Postgres: `postgres:name`, built in, needs nothing but the database. Consuming is in
-`postgres_session`."""
+"""The built-in queue `postgres:name`, which needs only the database. Consuming is in `postgres_session`."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ from idemconsumer.sql.queries import load, misconfigured
 Connection = psycopg.AsyncConnection[Any]
 _Answering = AnsweringConnection[Any]
 
-_PATIENCE: Final = TIMEOUT + 2.0  # R20
+_PATIENCE: Final = TIMEOUT + 2.0  # seconds to wait for an answer: longer than the server's own statement timeout (R20)
 
 
 async def enqueue(connection: Connection, schema: str, name: str, messages: Sequence[Outgoing]) -> None:
-    """Insert into the queue on this connection, in whatever transaction is open there (P6)."""
-    # A pipeline in a transaction that stays open disarms its idle time-out; publish(tx=) sends one message.
+    """Insert the messages on this connection, in the transaction that is open there, if any (P6)."""
+    # A pipeline in an open transaction disables its idle timeout; publish(tx=) sends one message, so needs no pipeline.
     async with connection.pipeline() if len(messages) > 1 else contextlib.nullcontext():
         await _insert(connection, schema, name, messages)
 
@@ -41,7 +40,7 @@ async def _insert(connection: Connection, schema: str, name: str, messages: Sequ
 
 
 def enqueuing(schema: str, name: str, message: Outgoing) -> tuple[bytes, dict[str, Any]]:
-    """The statement that inserts it, and its parameters."""
+    """The statement that inserts the message, and its parameters."""
     headers = encode_headers(message.headers).decode()
     given = {"name": name, "body": message.body, "key": message.key, "headers": headers}
     if message.delay:
@@ -50,8 +49,8 @@ def enqueuing(schema: str, name: str, message: Outgoing) -> tuple[bytes, dict[st
 
 
 class PostgresBroker:
-    """See `ports.Broker`. It is in the database that has the records: what its session has open serves its process as
-    well (O13)."""
+    """See `ports.Broker`. Its queues are in the same database as the records, so the process uses the connection of its
+    session for other short statements too (O13)."""
 
     hands_over = False
 
@@ -63,26 +62,26 @@ class PostgresBroker:
         self._schema = settings.schema
         self._publishers = Publishers(lambda: self._connect(self._dsn))
         self._sessions: set[PostgresSession] = set()
-        self._lost: list[PostgresSession] = []  # they owe the database something (P8)
-        self._tell: dict[str, Callable[[str], None]] = {}  # by what a notice begins with that names no queue
+        self._lost: list[PostgresSession] = []  # ended sessions whose last queries are still to be run (P8)
+        self._tell: dict[str, Callable[[str], None]] = {}  # by the prefix of a notification that names no queue
 
     def wake_sagas_by(self, wake: Callable[[], None]) -> None:
         """See `ports.BesideSagas`."""
         self._tell[SAGA] = lambda _: wake()
 
     def tell(self, told: Callable[[], None]) -> None:
-        """`told` is called when somebody has decided about handlers or workers. To be called before a session is
-        opened. Nothing may depend on it: some sessions hear nothing."""
+        """`told` is called when somebody has decided about handlers or workers. Call this before a session is opened.
+        Nothing may depend on the calls: some sessions receive no notifications."""
         self._tell[CONTROL] = lambda _: told()
 
     def relay_by(self, wake: Callable[[str], None]) -> None:
-        """`wake` is called with a destination to which something can be relayed, or with "" where that is not known
-        (X8). As `tell`."""
+        """`wake` is called with a destination to which something can be relayed, or with "" if that is not known (X8).
+        The conditions of `tell` apply."""
         self._tell[OUTBOX] = wake
 
     async def ask(self, statement: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """The rows of a short statement, by its name. Raises StoreUnavailable, also while no session is open; ends no
-        session."""
+        """The rows of a short statement, given by its name. Raises StoreUnavailable, also while no session is open. A
+        failure does not end the session."""
         for session in self._sessions:
             return await session.ask(statement, params)
         raise StoreUnavailable("no session of the Postgres queue is open")
@@ -108,13 +107,13 @@ class PostgresBroker:
         return "postgres"
 
     async def _connect(self, dsn: str) -> _Answering:
-        # enable_seqscan: a plan cached while the queue was empty must not scan it when it is full (G5).
+        # enable_seqscan: a plan that was cached while the queue was empty must not scan it when it is full (G5).
         settings = {"enable_seqscan": "off", "statement_timeout": f"{int(TIMEOUT * 1000)}", "lock_timeout": "5s"}
         made = asyncio.ensure_future(connect_async(dsn, settings, connect_timeout=5, purpose="queue"))
         try:
             connection = await asyncio.shield(made)
         except asyncio.CancelledError:
-            # psycopg leaves a connection that is half made open, and the server waits a minute for who it is.
+            # psycopg leaves a half-opened connection open, and the server would wait a minute for its authentication.
             with contextlib.suppress(psycopg.Error):
                 await (await made).close()
             raise
@@ -135,7 +134,7 @@ class PostgresBroker:
                 self._lost.pop()
         except (psycopg.Error, SessionEnded) as error:
             await session.close()
-            named = isinstance(error, SessionEnded)  # a session names its queues
+            named = isinstance(error, SessionEnded)  # the text of SessionEnded names the queues already
             of = "" if named else f"{sources(each.name for each in subscriptions)}: "
             raise BrokerUnavailable(f"{of}{error_text(error)}") from error
         except BaseException:
@@ -150,7 +149,8 @@ class PostgresBroker:
             self._lost.append(session)
 
     async def _listener(self) -> _Answering:
-        """Never of a pooler: the session that it gives to a LISTEN may be another's a moment later (R18)."""
+        """A connection that can listen. Never through a pooler, which may give the session of a LISTEN to another
+        client (R18)."""
         listener = await self._connect(self._listen_dsn or self._dsn)
         if self._listen_dsn is not None and await is_pooled(listener):
             await listener.close()
@@ -173,7 +173,7 @@ class PostgresBroker:
             raise BrokerUnavailable(f"postgres:{name}: could not publish: {error_text(cause or error)}") from error
 
     async def check_destination(self, name: str) -> None:
-        """Any name can be published to."""
+        """Connect only: any name can be published to."""
         await (await self._connect(self._dsn)).close()
 
     async def check(self, subscription: Subscription) -> list[Finding]:

@@ -1,10 +1,10 @@
-"""All queues in Postgres of one process: what is taken of them, held, settled and given back.
+"""The session of all Postgres queues of one process: takes, holds, settles and releases their messages.
 
-A delivery is a row made invisible until a deadline, which the session moves on while the delivery is held. Each
-delivery carries a token of its own, so that settling an expired one changes nothing. All queues of a process are one
-session. It takes what was announced; NOTIFY only wakes it early, and about once a second it, or the sagas of its
-process, look at all queues in one statement (P5, L61). What is not due yet waits in a table of its own, and whoever
-takes from the queue moves it over once it is due (P7).
+A delivery is a row that is invisible until a deadline; the session moves the deadline on while it holds the delivery.
+Each delivery has its own token, so that settling an expired one changes nothing. All queues of a process share one
+session. It takes from the queues that were announced. NOTIFY only wakes it early: about once a second the session, or
+the query for due sagas of its process, checks all queues in one statement (P5, L61). A message that is not due yet
+waits in a separate table; the session that takes from the queue moves it over once it is due (P7).
 """
 
 from __future__ import annotations
@@ -32,19 +32,23 @@ from idemconsumer.sql.answering import AnsweringConnection
 from idemconsumer.sql.queries import load, misconfigured
 from idemconsumer.user_code.cancellation import end
 
-VISIBILITY: Final = 10.0  # seconds until what a dead worker held is delivered again
-TIMEOUT: Final = 10.0  # seconds, of any single statement of the session
-SAGA: Final = "saga:"  # the payload of who has made a saga due that waited (L42)
-OUTBOX: Final = "outbox:"  # before a destination (X8); by itself, as if it were a queue, in looks
-CONTROL: Final = "control:"  # and of who has decided about handlers or workers (O13); in looks the last decision
-_LOOK: Final = 1.25  # seconds between two looks
+VISIBILITY: Final = 10.0  # seconds until the messages of a dead worker are delivered again
+TIMEOUT: Final = 10.0  # seconds, for any single statement of the session
+SAGA: Final = "saga:"  # payload of the notification that a waiting saga has become due (L42)
+# Prefix of a destination in a notification (X8: the relay is woken by it). Alone, in the list of queues to check, it
+# stands for the outbox.
+OUTBOX: Final = "outbox:"
+# Payload of the notification that somebody has decided about handlers or workers (O13). In the result of a check, the
+# id of the last decision.
+CONTROL: Final = "control:"
+_LOOK: Final = 1.25  # seconds between two checks of the queues
 _SOON: Final = 0.2
-_AHEAD: Final = 5.0  # seconds; what is due later is found by a later look
-_LARGEST: Final = 1 << 30  # bytes of a value in Postgres
-_TOKENS: Final = 1 << 42  # of one taker: at 10,000 messages a second, in fourteen years
-_FRONT: Final = 10_000  # messages of a queue, among which all are that somebody has in hand
-_DUE_AT_ONCE: Final = 200  # messages of a queue that one statement moves over
-_LONG: Final = 18  # deadlines in a row, which take a minute, after which a message leaves its place (P9)
+_AHEAD: Final = 5.0  # seconds; a message that is due later is seen by a later check
+_LARGEST: Final = 1 << 30  # bytes, the largest value in Postgres
+_TOKENS: Final = 1 << 42  # tokens of one taker: enough for fourteen years at 10,000 messages a second
+_FRONT: Final = 10_000  # messages at the front of a queue; all that are in flight are among them
+_DUE_AT_ONCE: Final = 200  # messages that one statement moves from the delayed table to the queue
+_LONG: Final = 18  # deadlines in a row, one minute in all, after which a message leaves its place (P9)
 
 Connection: TypeAlias = AnsweringConnection[Any]
 Rows: TypeAlias = list[tuple[Any, ...]]
@@ -52,24 +56,23 @@ Rows: TypeAlias = list[tuple[Any, ...]]
 
 @dataclass(slots=True)
 class _Queue:
-    """What a session has in hand of one queue."""
+    """One queue of the session: its messages in flight, and its epoch."""
 
     outstanding: Outstanding
     epoch: Epoch = field(default_factory=lambda: Epoch(takes_back=True))
 
     def room(self, *, at_once: bool) -> int:
-        """`at_once`: for what its lanes can begin at once."""
+        """How many messages may be taken. `at_once`: only as many as its lanes can start at once."""
         waiting = self.epoch.waiting
         room = self.outstanding.may_take(waiting)
         return fetching.at_once(room, len(self.outstanding) - waiting) if at_once else room
 
 
 class PostgresSession:
-    """Of all queues of a process. Up to two connections: one for statements, and one that listens where that is
-    possible.
+    """The session of all queues of a process.
 
-    `ready` are the queues that may have something to take: what was announced, seen by a look, or left by the last
-    take.
+    It has up to two connections: one for statements, and one that listens where that is possible. `ready` are the
+    queues that may have a message to take: announced, seen by a check, or left over by the last take.
     """
 
     losses_count = False
@@ -83,8 +86,8 @@ class PostgresSession:
         tell: Mapping[str, Callable[[str], None]],
         closed: Callable[[PostgresSession], None],
     ) -> None:
-        """`tell`: whom to call for a notice that names no queue, with the destination that it may name. See
-        `PostgresBroker` and `ports.BesideSagas`."""
+        """`tell`: the function to call for each kind of notification that names no queue, with the destination if there
+        is one. See `PostgresBroker` and `ports.BesideSagas`."""
         names = [each.name for each in subscriptions]
         self._apps = {f"{each.group}/{each.handler}" for each in subscriptions}
         self._connection = connection
@@ -98,15 +101,15 @@ class PostgresSession:
         self._most_of_body = min(bounds.max_message_bytes, _LARGEST)
         self._queues = {name: _Queue(Outstanding(bounds, f"postgres:{name}")) for name in names}
         self._in_hand = RowsInHand()
-        self._taker = secrets.randbits(21) * _TOKENS  # where its tokens begin
-        self._asked: list[str] = []  # the queues of a take whose answer has not come
+        self._taker = secrets.randbits(21) * _TOKENS  # the first of its tokens
+        self._asked: list[str] = []  # the queues of a take that has not been answered yet
         lanes = [fetching.at_once(bounds.wanted(f"postgres:{name}", 0), 0) for name in names]
-        self._listens = min([bounds.lanes, *lanes]) < FEW_LANES  # whatever others do
+        self._listens = min([bounds.lanes, *lanes]) < FEW_LANES  # whether other sessions listen or not
         self._ready = set(names)
-        self._falling: dict[str, float] = {}  # when something of a queue falls due
-        self._fallen = set(names)  # of these something may be due that is in no queue yet
+        self._falling: dict[str, float] = {}  # when the next delayed message of a queue falls due
+        self._fallen = set(names)  # queues whose delayed table may have a message that is due
         self._woken = asyncio.Event()
-        self.readable = False  # it has looked itself, and no look of others was held up since (L67)
+        self.readable = False  # it has checked its queues itself, and no later check by others was held up (L67)
         self._stopped = False
         self._taking = asyncio.Lock()
         self._low_water = LowWater(self._raise_low_water)
@@ -117,13 +120,13 @@ class PostgresSession:
 
     @property
     def queues(self) -> Sequence[str]:
-        """Their names, as a look asks for them."""
+        """The names of its queues, as a check passes them."""
         return [*self._queues, CONTROL, OUTBOX] if OUTBOX in self._tell else [*self._queues, CONTROL]
 
     async def start(self, listener: Callable[[], Awaitable[Connection]] | None, *, pooled: bool) -> None:
         self._pooled = pooled
         if pooled:
-            self._listens = True  # no lock belongs to it
+            self._listens = True  # behind a pooler it cannot hold the advisory lock that chooses the listener
         else:
             self._connection.prepare_threshold = 5
         self._visible = asyncio.create_task(self._keep_visible())
@@ -151,7 +154,7 @@ class PostgresSession:
         return []
 
     async def _look(self) -> None:
-        """At all queues, unless somebody has looked of late."""
+        """Check all queues, unless they were checked a moment ago."""
         clock = asyncio.get_running_loop().time
         if clock() >= self._next_look:
             found = await self._do("look_for_messages", {"queues": self.queues, "ahead": _AHEAD})
@@ -171,7 +174,7 @@ class PostgresSession:
             return []
         if self._fallen:
             await self._move_due()
-        self._ready -= rooms.keys()  # before the statement: what is announced from now on may not be seen by it
+        self._ready -= rooms.keys()  # before the statement, which may not see a message that is announced from now on
         room = max(1, min(self._queues[name].outstanding.bytes_left for name in rooms))
         limits = {"names": list(rooms), "limits": list(rooms.values()), "bytes": room, "most": self._most_of_body}
         self._asked = list(rooms)
@@ -179,13 +182,14 @@ class PostgresSession:
         self._asked = []
         if rows:
             self._ready |= self._left_by(rows, rooms, room)
-        if rows and self._stopped:  # a drain began meanwhile
+        if rows and self._stopped:  # a drain began during the take
             await self._do("give_back", handles((row[2], row[4]) for row in rows))
             return []
         return rows
 
     def _left_by(self, rows: Rows, rooms: Mapping[str, int], room: int) -> set[str]:
-        """Queues that may have more. Who listens is told of what comes, so what was not filled is empty."""
+        """The queues that may have more messages. A session that listens is notified of new ones, so a queue that did
+        not fill its limit is empty."""
         told = self._waking is not None and self._waking.told
         if not told or sum(len(row[7]) + len(row[8]) for row in rows) >= room:
             return set(rooms)
@@ -198,11 +202,11 @@ class PostgresSession:
             self._fallen.clear()
         for (name,) in moved:
             self._low_water.gone(("delayed", name), 1)
-        if moved:  # when the next one falls due is not known
+        if moved:  # it is not known when the next one falls due
             self._next_look = min(self._next_look, asyncio.get_running_loop().time() + _SOON)
 
     async def _pause(self) -> None:
-        """Until something may have changed, or for the next look."""
+        """Wait until something may have changed, or until the next check."""
         clock = asyncio.get_running_loop().time
         until = clock() + _LOOK if self._stopped else min([self._next_look, *self._falling.values()])
         with contextlib.suppress(TimeoutError):
@@ -210,11 +214,11 @@ class PostgresSession:
                 await self._woken.wait()
 
     def looked(self, found: Mapping[str, float]) -> None:
-        """Another look of this process has seen what `look_for_messages` says; it will look again."""
+        """Another check of this process has returned the result of `look_for_messages`; it will run again."""
         self._seen(found, next_look=2 * _LOOK)
 
     def held_up(self) -> None:
-        """Another look of this process has waited in vain, perhaps for a lock on our tables."""
+        """Another check of this process has timed out, perhaps on a lock on the queue's tables."""
         self.readable = False
         self._next_look = 0.0
         self._woken.set()
@@ -248,7 +252,7 @@ class PostgresSession:
             self._tell[what](destination)
 
     def _missed(self) -> None:
-        """Notices: look at everything."""
+        """Notifications may have been lost: check everything."""
         self._ready.update(self._queues)
         self._next_look = 0.0
         self._woken.set()
@@ -295,19 +299,20 @@ class PostgresSession:
 
     @property
     def owed(self) -> list[tuple[str, dict[str, Any]]]:
-        """What it could not say any more of what it had taken, once it is over: queries, and their parameters."""
+        """Once it has ended: the queries, with parameters, that it could not run for the messages it had taken."""
         seen = self._in_hand.owed(lambda queue: self._queues[queue].epoch.at_rest)
         unseen = {"names": self._asked, "taker": self._taker, "tokens": _TOKENS - 1, "front": _FRONT}
         owed = [(query, handles(rows)) for query, rows in seen.items()]
         return [*owed, ("give_back_unseen", unseen)] if self._asked else owed
 
     async def pay(self, owed: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        """What a lost session owed: others have it at once (P8). Raises SessionEnded."""
+        """Run the queries that a lost session owed, so that others can take its messages at once (P8). Raises
+        SessionEnded."""
         for query, params in owed:
             await self._do(query, params)
 
     async def idle(self) -> bool:
-        """What is not due yet is not waited for."""
+        """Whether no message waits beyond those in flight here. Messages that are not due yet do not count."""
         rows = await self._do("waiting", {"names": list(self._queues)})
         return bool(rows[0][0] <= len(self._in_hand))
 
@@ -318,7 +323,7 @@ class PostgresSession:
 
     async def close(self) -> None:
         self._stopped = True
-        # What a take under way still brings would otherwise stay invisible until its deadline.
+        # The messages of a take under way would otherwise stay invisible until their deadline.
         with contextlib.suppress(TimeoutError, SessionEnded):
             async with asyncio.timeout(2), self._taking:
                 if self._in_hand and self._lost is None:
@@ -342,21 +347,22 @@ class PostgresSession:
             raise SessionEnded(f"{sources(self._queues)}: {self._lost}") from error
 
     async def ask(self, query: str, params: Mapping[str, Any]) -> Rows:
-        """See `PostgresBroker`. A lock that somebody holds costs what else is to be sent a few seconds."""
+        """See `PostgresBroker`. If the statement waits for a lock, the other statements of the session wait a few
+        seconds."""
         try:
             return await self._execute(query, params)
         except psycopg.Error as error:
             raise StoreUnavailable(error_text(misconfigured(error, self._schema) or error)) from error
 
     async def _execute(self, query: str, params: Mapping[str, Any]) -> Rows:
-        binary = query == "take"  # as text its bodies would take twice the room
+        binary = query == "take"  # as text the bodies would take twice the memory
         async with self._writing():
             cursor = await self._connection.execute(self._statements[query], params, binary=binary)
             return await cursor.fetchall() if cursor.description else []
 
     @contextlib.asynccontextmanager
     async def _writing(self) -> AsyncIterator[None]:
-        """Behind a pooler the session is read-only but for transactions that say otherwise (R18)."""
+        """Behind a pooler the session is read-only by default; a transaction declares that it writes (R18)."""
         if not self._pooled:
             yield
             return
@@ -375,7 +381,7 @@ class PostgresSession:
             raise SessionEnded(f"{sources(self._queues)}: {self._lost}")
 
     async def _keep_visible(self) -> None:
-        """Move the deadline of everything outstanding, three times per visibility timeout (P3)."""
+        """Extend the deadline of all outstanding messages, three times per visibility timeout (P3)."""
         times: dict[int, int] = {}
         with contextlib.suppress(SessionEnded):
             await asyncio.sleep(VISIBILITY / 3)

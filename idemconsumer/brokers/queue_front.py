@@ -1,4 +1,5 @@
-"""Rows of what waits in Postgres: those that a session has taken, and where the others begin (P9)."""
+"""Rows of the queue and outbox tables: those that a session has taken, and the position where the remaining ones begin
+(P9)."""
 
 from __future__ import annotations
 
@@ -7,18 +8,20 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final, TypeAlias
 
-_FAR: Final = 200  # numbers behind the low water, from which on a message is far from it
-_OWN: Final = 20  # messages of this process between two times
-_AGAIN: Final = 1.0  # seconds, where a transaction that may have lower numbers had not ended
+_FAR: Final = 200  # a message this many numbers behind the low water is far from it
+_OWN: Final = 20  # messages taken by this process before it raises the low water again
+_AGAIN: Final = 1.0  # seconds until the next try, where a transaction that may insert lower numbers had not ended
 
 Row: TypeAlias = tuple[int, int]  # its id, and the token of its delivery
-Line = tuple[str, str]  # which table, and the queue's name or the destination
+Line = tuple[str, str]  # the table, and the name of the queue or the destination
 
 
 class LowWater:
-    """When the place at which what waits begins is to be raised, of the lines that one session or relay takes from.
-    `raise_` raises that of one line, and returns how many numbers are behind it then. What has gone of a table is
-    counted together: many names may share one (P9)."""
+    """Decides when to raise the low water: the number below which a line has no rows any more.
+
+    For the lines that one session or relay takes from. `raise_` raises the low water of one line and returns how many
+    numbers are behind it then. Rows taken are counted per table, since many names may share one (P9).
+    """
 
     def __init__(self, raise_: Callable[[Line], Awaitable[int]]) -> None:
         self._raise = raise_
@@ -26,17 +29,18 @@ class LowWater:
         self._due: dict[Line, float] = {}
 
     def gone(self, line: Line, messages: int, behind: int | None = None) -> None:
-        """So many were taken. `behind` the low water by so many numbers; None: by what was taken here."""
+        """Count `messages` rows as taken, `behind` numbers past the low water; None: estimate that by the rows taken
+        here."""
         self._gone[line[0]] += messages
         count = self._gone[line[0]]
         if count >= _OWN and (count if behind is None else behind) >= _FAR:
             self._due[line] = 0.0
 
     async def rise(self) -> None:
-        """Of those that are far enough."""
+        """Raise the low water of each line whose rows are far enough from it."""
         now = asyncio.get_running_loop().time()
         for line in [line for line, at in self._due.items() if at <= now]:
-            if self._due.pop(line, None) is None:  # meanwhile another lane has raised it
+            if self._due.pop(line, None) is None:  # another lane has raised it meanwhile
                 continue
             del self._gone[line[0]]
             if await self._raise(line) >= _FAR:
@@ -44,8 +48,8 @@ class LowWater:
 
 
 class RowsInHand:
-    """What a session has taken, and what it could not say of that before it was lost. What ends rows are queries of
-    sql/queue.sql, by their names."""
+    """The rows that a session has taken, and the statements about them that failed when the session was lost. Rows are
+    ended by the queries of sql/queue.sql, given by name."""
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[int, str]] = {}  # by id: the token, and the queue
@@ -63,8 +67,8 @@ class RowsInHand:
         self._rows[number] = token, queue
 
     def ends(self, query: str, rows: Iterable[Row]) -> list[tuple[int, str]]:
-        """From now on these are not in hand, but unsaid until `said`. Returns the ids of those that were, and their
-        queues: a row may have been taken again meanwhile."""
+        """Move these rows from taken to unconfirmed, until `said` confirms the query. Returns id and queue of those
+        that were taken: a row may have been taken again meanwhile."""
         ended = []
         for number, token in rows:
             self._unsaid[query].add((number, token))
@@ -77,8 +81,11 @@ class RowsInHand:
         self._unsaid[query].difference_update(rows)
 
     def owed(self, at_rest: Callable[[str], bool]) -> dict[str, set[Row]]:
-        """By query, for a session that was lost. Nothing of it has killed this process: so it is as if it had not been
-        delivered, unless something of its queue, and so perhaps the row itself, still runs: not `at_rest`."""
+        """The rows of a lost session, by the query that is still to be run for them.
+
+        The session did not kill this process, so its rows are given back as if they had never been delivered. The
+        exception is a queue that is not `at_rest`: one of its messages, perhaps this one, still runs.
+        """
         owed = {query: set(rows) for query, rows in self._unsaid.items()}
         for number, (token, queue) in self._rows.items():
             owed["give_back" if at_rest(queue) else "let_go"].add((number, token))
@@ -86,6 +93,6 @@ class RowsInHand:
 
 
 def handles(rows: Iterable[Row]) -> dict[str, Any]:
-    """As parameters of these queries."""
+    """The rows as parameters of these queries."""
     ids, tokens = zip(*rows, strict=True)
     return {"ids": list(ids), "delivery_tokens": list(tokens)}

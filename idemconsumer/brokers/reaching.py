@@ -1,4 +1,4 @@
-"""Reaching a server, whatever speaks behind its port: TLS, and why not, in our words. Quotes no credentials."""
+"""Reaching a server of any protocol: TLS, and the reason for a failure in our own words. Quotes no credentials."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from idemconsumer.certificates import RenewedContext
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.redaction import error_text
 
-ANSWER: Final = 3.0  # seconds for each answer; a healthy server needs milliseconds
+ANSWER: Final = 3.0  # seconds to wait for each answer; a healthy server needs milliseconds
 
 
 def silence(*loggers: str) -> None:
-    """Those of a client that writes of each loss, many times over; the feed that reconnects logs once that a session
-    ended. One that has a level goes on."""
+    """Silence the loggers of a client that logs each loss many times over. The feed that reconnects logs once that a
+    session ended. A logger with a level of its own is left as it is."""
     for name in loggers:
         if (logger := logging.getLogger(name)).level == logging.NOTSET:
             logger.setLevel(logging.CRITICAL)
@@ -27,8 +27,8 @@ def silence(*loggers: str) -> None:
 def tls_of(
     ca: str | None, cert: str | None, key: str | None, wrong: Callable[[Exception], str], *, trusting: bool = False
 ) -> RenewedContext:
-    """TLS by these PEM files; without an authority's, the system's are trusted. Raises ConfigurationError, with what
-    `wrong` says. `trusting`: whoever answers."""
+    """A TLS context from these PEM files; without a CA file, the system's authorities are trusted. Raises
+    ConfigurationError with the text that `wrong` makes of the cause. `trusting`: accept any certificate."""
 
     def make() -> ssl.SSLContext:
         try:
@@ -47,14 +47,14 @@ def tls_of(
 
 
 def text_of(error: BaseException | None) -> str:
-    """The text of an error, or its name where it has none."""
+    """The text of an error, or the name of its type where the text is empty."""
     return (error and error_text(error)) or type(error).__name__
 
 
 def unreached(error: BaseException, at: str, setting: str, authority: str) -> str | None:
-    """What the network or TLS says of the server `at`, somewhere in that error; None where it is something else.
+    """The network or TLS failure of the server `at` among the causes of `error`, as text; None if there is none.
 
-    `setting` is the variable with its address, and `authority` is where the file of whom to trust is named.
+    `setting` is the variable with the server's address, `authority` the setting with the CA file.
     """
     for cause in _causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
@@ -70,9 +70,9 @@ def unreached(error: BaseException, at: str, setting: str, authority: str) -> st
 
 
 async def speaks_tls(host: str, port: int) -> bool | None:
-    """Whether the server does; None: nothing answers there."""
+    """Whether the server speaks TLS; None if nothing answers there."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # no data is sent
     try:
         async with asyncio.timeout(ANSWER):
             _, writer = await asyncio.open_connection(host, port)
@@ -91,7 +91,7 @@ async def speaks_tls(host: str, port: int) -> bool | None:
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:  # aiormq makes errors that cause themselves
+    while error is not None and id(error) not in seen:  # aiormq raises errors that are their own cause
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__

@@ -1,5 +1,5 @@
-"""What is sent to brokers: what none of its kind takes from anybody, whether it is published at once or in a
-transaction (X11); and in which order where a broker may refuse one and take the next (X5)."""
+"""Checks of messages before they are sent, at once or in a transaction, for what no broker of that kind accepts (X11).
+Also the order of sending, where a broker may refuse one message and accept the next (X5)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from idemconsumer.rules.outbox import waves
 
 Send = Callable[[Sequence[Outgoing]], Awaitable[Sequence[Unsent | None]]]
 
-_MOST_IN_AMQP: Final = {"key": 255, "header's name": 128}  # bytes; of a header's name the client sends no more
-_AROUND_RECORD: Final = 128  # bytes of a record of Kafka and its batch beside key, value and headers, generously
+_MOST_IN_AMQP: Final = {"key": 255, "header's name": 128}  # bytes; the client truncates longer names of headers
+_AROUND_RECORD: Final = 128  # bytes of a Kafka record and its batch beside key, value and headers, rounded up
 _NO_UTF8: Final = re.compile("[\ud800-\udfff]")
 
 
 def check_sendable(scheme: str, name: str, message: Outgoing, max_message_bytes: int) -> None:
-    """Raise ConfigurationError for what is to be written in another way, BadMessage for what is too large. What only
-    the broker knows, such as the limits of a queue or a topic, it says later."""
+    """Raise ConfigurationError for a message that must be written differently, BadMessage for one that is too large.
+    Limits that only the broker knows, such as those of a queue or a topic, are reported by the broker later."""
     to = f"publish to '{scheme}:{name}'"
-    given: Mapping[Any, Any] = message.headers  # whatever was given
+    given: Mapping[Any, Any] = message.headers  # of any type: these are the user's values
     if message.key is not None and (not _is_text(message.key) or "\0" in message.key):
         raise ConfigurationError(f"{to}: the key is not valid text for Postgres and brokers; give e.g. str(order_id)")
     for header, value in given.items():
@@ -50,12 +50,12 @@ def _is_text(value: object) -> bool:
 
 
 def largest_record(max_message_bytes: int) -> int:
-    """How many bytes of a record are sent to Kafka at most."""
+    """The largest record, in bytes, that is sent to Kafka."""
     return max(max_message_bytes, 1024 * 1024)
 
 
 def record_bytes(message: Outgoing) -> int:
-    """How many it will have, or a few less. Raises ValueError for text that is no UTF-8."""
+    """The size of the record, or a few bytes less. Raises ValueError for text that cannot be encoded as UTF-8."""
     parts = (message.record_key or message.key or "", *message.headers, *message.headers.values())
     size = sum(len(part if isinstance(part, bytes) else part.encode()) for part in parts)
     return len(message.body) + size + 10 * len(message.headers) + _AROUND_RECORD
@@ -64,8 +64,8 @@ def record_bytes(message: Outgoing) -> int:
 async def one_after_another(
     messages: Sequence[Outgoing], orders: Sequence[str | None], send: Send, seconds: float
 ) -> list[Unsent | None]:
-    """The answer to each. `send` gets no two messages of an order at once. What was not begun after `seconds` is
-    BEHIND, and so is all that follows one that was not confirmed."""
+    """The answer to each message. `send` never gets two messages of one order in a call. A message that was not started
+    after `seconds` is answered BEHIND, and so is each message of an order that follows one that was not confirmed."""
     answers: list[Unsent | None] = [BEHIND] * len(messages)
     clock = asyncio.get_running_loop().time
     until, stopped = clock() + seconds, set[str | None]()

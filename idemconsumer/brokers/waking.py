@@ -1,12 +1,13 @@
-"""Which of the sessions with the same queues are told of messages (P11).
+"""Which of the sessions with the same queues listen for notifications (P11).
 
-Theory of operation. Before version 19, Postgres wakes each session of a database that listens, whatever the channel:
-each of them is a transaction of the server's, and each that is told asks for the message. So where there are many, and
-one has room for all that comes, it alone listens: the one with an advisory lock that is the same for all of them. It
-takes no more than its lanes begin at once, so that nothing waits in it that others could run. What it leaves is found
-by the looks that the others make anyway. From then on there is work for several: whoever has seen what had waited
-listens for ten minutes and, once the others have looked too, takes as much as it may. Where they are few, or have few
-lanes, which a message or two would fill, all of them listen.
+Theory of operation. Before version 19, Postgres wakes every session of a database that listens, whatever the channel.
+Each wake-up is a transaction of the server, and each session that is notified then queries for the message. So where
+there are many sessions and one of them has room for all that arrives, only that one listens: the holder of an advisory
+lock that all of them share. It takes no more than its lanes can start at once, so that no message waits in it that
+another session could run. The others find what it leaves by the checks that they make anyway. Once that happens, there
+is work for several: a session that has seen a message which had waited listens for ten minutes and, once the others
+have checked too, takes as much as it may. Where there are few sessions, or sessions with so few lanes that a message or
+two would fill them, all of them listen.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ from idemconsumer.duty import Duty
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.rules.backoff import backoff
 
-FEW_LANES: Final = 4  # of a queue; with fewer the next message may find all of them taken
-WAITED: Final = 0.1  # seconds; who is told takes a message sooner, if it has room
-_FEW: Final = 3  # sessions that may all listen; that others look soon is the less likely the fewer they are
-_ALL: Final = 1.25  # seconds until each of the others has looked as well
-_BUSY: Final = 600.0  # seconds that one listens that has seen a message that had waited
-_FIRST, _LEAD = 2.0, 60.0  # seconds, about, until the second try to be the one that listens; between two later on
+FEW_LANES: Final = 4  # lanes of a queue; with fewer the next message may find all of them busy
+WAITED: Final = 0.1  # seconds; a session that listens takes a message sooner if it has room
+_FEW: Final = 3  # sessions that may all listen; the fewer there are, the less likely is an early check by another one
+_ALL: Final = 1.25  # seconds within which each of the other sessions has checked too
+_BUSY: Final = 600.0  # seconds for which a session listens after it has seen a message that had waited
+# Seconds, about, until the second try to become the one that listens; then between two later tries.
+_FIRST, _LEAD = 2.0, 60.0
 
 
 class Waking:
-    """Of one session. `heard` and `missed` as of `Listening`; `lead` says whether this session is the one that listens
-    in any case, which it then is for as long as it lasts, and how many others there are with the same queues."""
+    """Decides for one session whether it listens. `heard` and `missed`: see `Listening`.
+
+    `lead` returns whether this session is the one that always listens, which it then stays until it ends, and how many
+    other sessions have the same queues.
+    """
 
     def __init__(
         self,
@@ -54,12 +59,12 @@ class Waking:
 
     @property
     def one_is_enough(self) -> bool:
-        """It listens for all, and has had room for all of late."""
+        """Whether one session listens for all, and has had room for all messages lately."""
         return self._others >= _FEW and asyncio.get_running_loop().time() >= self._busy_until
 
     @property
     def sparing(self) -> bool:
-        """Whether others may begin now what its lanes cannot begin at once."""
+        """Whether messages that its lanes cannot start at once are left to other sessions."""
         return self.one_is_enough or asyncio.get_running_loop().time() < self._all_looked
 
     @property
@@ -68,8 +73,8 @@ class Waking:
         return self._listening is not None
 
     def saw(self, falls: Mapping[str, float]) -> Mapping[str, float]:
-        """A look has: in how many seconds the first message of each queue can be taken. Returns what of it is for this
-        session: if another one is told, only what that one has left."""
+        """Record a check: in how many seconds the first message of each queue can be taken. Returns those that concern
+        this session: if another one listens, only the messages that it has left waiting."""
         waited = {queue: seconds for queue, seconds in falls.items() if seconds <= -WAITED}
         if waited:
             now = asyncio.get_running_loop().time()
@@ -105,7 +110,7 @@ class Waking:
         return backoff(self._tries, first=_FIRST, cap=_LEAD) * random.uniform(0.5, 1.5)
 
     async def _turn(self) -> None:
-        """Begin to listen, or cease to."""
+        """Start to listen, or stop."""
         leads, self._others = await self._lead()
         if self.one_is_enough and not leads:
             await self._cease()

@@ -1,4 +1,4 @@
-"""Bytes to typed payloads, results to bytes. JSON, except for `bytes`, which are passed as they are."""
+"""Bytes to typed payloads, results to bytes. JSON, except for `bytes`, which are passed unchanged."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ Decode: TypeAlias = Callable[[bytes], object]
 
 _REASON = "undecodable"
 
-# msgspec's messages name types and paths, except these, which quote what was sent.
+# msgspec's error texts name types and paths, except these, which quote what was sent.
 _QUOTES_VALUE = re.compile(r"(Invalid (?:enum )?value) .*?( - at `\$[^`]*`)?", re.DOTALL)
 _QUOTES_FIELD = "Object contains unknown field"
 
-# What every server can send as a field of HTTP: nothing that would end it, or that has no byte in Latin-1.
+# An HTTP field that every server can send: nothing that would end it, and only characters of Latin-1.
 _FIELD_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)
 _FIELD_VALUE = re.compile(r"([!-~\x80-\xff]([\t -~\x80-\xff]*[!-~\x80-\xff])?)?")
 
 
 def decoder(annotation: Any) -> Decode:
-    """Build the decoder for a payload annotation: msgspec Struct, dataclass, TypedDict, dict, list, scalars,
-    `Any`, `bytes` or `bytes | None` (the body itself), or anything with a pydantic model in it.
+    """Build the decoder for a payload annotation.
 
-    Raises TypeError for a type that cannot be decoded. The decoder raises only BadMessage,
-    `undecodable`, whose detail names types, positions and the payload type's own fields, never values.
+    That is a msgspec Struct, dataclass, TypedDict, dict, list, scalar, `Any`, `bytes` or `bytes | None` (the body
+    itself), or anything with a pydantic model in it. Raises TypeError for a type that cannot be decoded. The decoder
+    raises only BadMessage, `undecodable`, whose detail names types, positions and the payload type's own fields, never
+    values.
     """
     if is_bytes(annotation):
         return lambda body: body
@@ -57,7 +58,7 @@ def decoder(annotation: Any) -> Decode:
 
 
 def without_mark(body: bytes) -> bytes:
-    """JSON may begin with a byte order mark, which is no part of it (RFC 8259, 8.1)."""
+    """The body without a byte order mark, which JSON may begin with and which is no part of it (RFC 8259, 8.1)."""
     return body.removeprefix(b"\xef\xbb\xbf")
 
 
@@ -76,8 +77,8 @@ def takes_none(annotation: Any) -> bool:
 def encode(
     result: object, what: str = "result", instead: str = "return", *, compared: bool = True
 ) -> StoredResult | None:
-    """A handler's result as it is stored; None stores nothing. Raises TypeError naming what cannot be encoded, and, if
-    it is `compared`, what is read back as something else."""
+    """A handler's result as it is stored; None stores nothing. Raises TypeError that names what cannot be encoded and,
+    if `compared`, what would be read back as something else."""
     if result is None:
         return None
     if isinstance(result, bytes):
@@ -86,7 +87,8 @@ def encode(
 
 
 def unencodable(annotation: Any) -> str | None:
-    """The name of a class in a result's annotation that no instance of can be stored; None where values decide."""
+    """The name of a class in a result's annotation of which no instance can be stored; None if that depends on the
+    values."""
     if models.validates(annotation):
         return None
     try:
@@ -97,16 +99,16 @@ def unencodable(annotation: Any) -> str | None:
 
 
 def _concrete(cls: type) -> bool:
-    """Not a protocol, an abstract class or the base of a dataclass: their instances are of other classes."""
+    """False for a protocol, an abstract class or the base of a dataclass: their instances are of other classes."""
     if inspect.isabstract(cls) or getattr(cls, "_is_protocol", False) or hasattr(cls, "model_dump_json"):
         return False
     derived: list[type] = [] if cls is type else cls.__subclasses__()
-    # Once somebody imports it, pydantic.v1 has subclasses of Path whose values are Paths.
+    # Once it is imported, pydantic.v1 has subclasses of Path whose values are plain Paths.
     return all(unencodable(each) for each in derived if not str(each.__module__).startswith("pydantic."))
 
 
 def encode_result(result: object, *, compared: bool = True) -> StoredResult | None:
-    """As `encode`, of what a handler may return: a Result too (H43)."""
+    """As `encode`, for anything that a handler may return, including a Result (H43)."""
     if not isinstance(result, Result):
         return encode(result, compared=compared)
     encoded = encode(result.body, "Result with a body", "give it", compared=compared) or StoredResult(b"", "")
@@ -129,7 +131,7 @@ def encode_result(result: object, *, compared: bool = True) -> StoredResult | No
 
 def encode_rejection(code: str, body: object, status: int | None = None) -> StoredResult:
     """A rejection as it is stored and replayed: `{"code": …, "body": …}`, with its status if it has one. Raises
-    TypeError as `encode`."""
+    TypeError as `encode` does."""
     what = f"Reject with a code of type {type(code).__name__} and a body of type {type(body).__name__}"
     said = {"code": code, "body": body} | ({} if status is None else {"status": status})
     return StoredResult(_json(said, what, "give it"), status=status)
@@ -141,9 +143,9 @@ def stored_rejection(body: bytes) -> StoredResult:
 
 
 def encode_refusal(refused: Reject) -> StoredResult:
-    """As `encode_rejection`, with the name of its class: of a step, of which a replay has to raise the same."""
+    """As `encode_rejection`, with the name of the exception's class, for a step: a replay must raise the same class."""
     stored = encode_rejection(refused.code, refused.body, refused.status)
-    # What stands in the file that was started is elsewhere, or nothing, in a process that was started otherwise.
+    # A class in the file that was started is elsewhere, or missing, in a process that was started another way.
     if (cls := type(refused)) is Reject or cls.__module__ == "__main__":
         return stored
     said = {
@@ -154,8 +156,8 @@ def encode_refusal(refused: Reject) -> StoredResult:
 
 
 def decode_rejection(stored: StoredResult | None) -> Reject:
-    """The inverse: the Reject that a step ended with before, of its class if that is imported. Its `__init__` is not
-    called, so all that it has besides `code`, `body` and `status` is missing."""
+    """The inverse: the Reject that a step ended with, of its own class if that class is imported. The class's
+    `__init__` is not called, so attributes other than `code`, `body` and `status` are missing."""
     rejection = {} if stored is None else msgspec.json.decode(stored.body)
     read = Reject(rejection.get("code", ""), rejection.get("body"), status=rejection.get("status"))
     return _of_class(read, rejection.get("class", ""))
@@ -168,9 +170,9 @@ def _of_class(read: Reject, name: str) -> Reject:
         cls = getattr(cls, part, None)
     if not isinstance(cls, type) or not issubclass(cls, Reject):
         return read
-    own = Exception.__new__(cls, *read.args)  # its own may want other arguments
+    own = Exception.__new__(cls, *read.args)  # its own __init__ may need other arguments
     own.__dict__.update(vars(read))
-    with contextlib.suppress(Exception):  # it may compute these from what is missing
+    with contextlib.suppress(Exception):  # its properties may need what is missing
         if (own.code, own.status) == (read.code, read.status) and own.body is read.body:
             return own
     return read
@@ -199,7 +201,7 @@ def _json(value: object, what: str, instead: str, compared: bool = True) -> byte
         raise _NotReadBack(f"{what} contains a number that is NaN or infinite, which JSON does not have; write None")
     if any(issubclass(kind, _SETS) for kind in contents.unusual(levels)):
         written = forms.encode(contents.in_order(_decode_exactly(written), value))
-        problem = problem and _lost(value, written, compared)[0]  # where nothing says that it is a set
+        problem = problem and _lost(value, written, compared)[0]  # where no annotation says that it is a set
     if problem is not None:
         raise _NotReadBack(f"{what} cannot be read back as it was: {problem}")
     return written
@@ -209,7 +211,7 @@ _Model: TypeAlias = Callable[[object], object]
 
 
 def _written(value: Any, model: _Model) -> tuple[bytes, Sequence[contents.Level]]:
-    """And what is in it, where that had to be looked at: msgspec takes a dataclass of pydantic's for its own."""
+    """The JSON of a value, and its levels where they had to be read: msgspec takes a pydantic dataclass for its own."""
     if models.writes(type(value)):
         return models.write(value), ()
     if type(value) not in _OPEN:
@@ -224,7 +226,7 @@ def _written(value: Any, model: _Model) -> tuple[bytes, Sequence[contents.Level]
 
 
 def _prepared(value: Any, model: _Model) -> Any:
-    """With the JSON of what pydantic has to write."""
+    """The value, with the JSON of each part that pydantic has to write."""
     if type(value) is dict:
         return {name: _prepared(each, model) for name, each in value.items()}
     if type(value) in _OPEN:
@@ -242,14 +244,16 @@ _decode_exactly = msgspec.json.Decoder(float_hook=lambda text: msgspec.Raw(text.
 
 
 def _lost(value: Any, written: bytes, compared: bool) -> tuple[str | None, bool]:
-    """Why it cannot be read back, if it has fields; and whether there may be a set in it, or a number that JSON does
-    not have. It quotes no value. Only a value tells what the type's own serializers do, and which of several classes it
-    is, but then it has to be seen before an effect depends on it (R40)."""
+    """Why a value with fields cannot be read back, and whether it may contain a set, NaN or infinity. Quotes no value.
+
+    Only a value shows what the type's own serializers do, and which of several classes it is; so it is compared before
+    an effect depends on it (R40).
+    """
     cls: Any = type(value)
     if fields(cls) is None:
         return None, True
     if not models.is_model(cls):
-        cls = getattr(value, "__orig_class__", cls)  # Box[int], of which the class is Box
+        cls = getattr(value, "__orig_class__", cls)  # for Box[int], whose class is Box
     if (lost := _always_lost(cls)) is not None or not compared:
         return lost, True
     try:
@@ -304,7 +308,7 @@ def _msgspec_detail(error: Exception) -> str:
 
 
 def _custom_classes(node: object, seen: set[int] | None = None) -> Iterator[type]:
-    # msgspec accepts any class when the decoder is built and then refuses every message.
+    # msgspec accepts any class when the decoder is built, and then refuses every message.
     seen = set() if seen is None else seen
     if id(node) in seen:
         return
@@ -333,7 +337,7 @@ def _pydantic(annotation: Any) -> Decode:
     strict_json = msgspec.json.Decoder()
 
     def decode(body: bytes) -> object:
-        strict_json.decode(body)  # pydantic's parser takes NaN, Infinity and 1e400; they are not JSON
+        strict_json.decode(body)  # pydantic's parser takes NaN, Infinity and 1e400, which are not JSON
         return adapter.validate_json(body)
 
     def detail(error: Exception) -> str:

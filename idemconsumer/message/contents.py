@@ -1,5 +1,5 @@
-"""What is in a value, as it is looked for in what is written: sets, and numbers that JSON does not have. And whether
-what was read is what was written."""
+"""The contents of a value: sets, and numbers that JSON does not have. And whether a value was read back as it was
+written."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ _SCALAR_TYPES: Final = (str, int, float, type(None))  # with their subclasses
 
 
 def levels(value: Any) -> Iterator[Level]:
-    """The value, if it is no dict or list, all that is in it, all that is in that, and so on: each with its types. A
-    level of one type is read without a step of Python's for each. An object is opened once: it may be in itself, by
-    what is not written."""
+    """The levels of a value, each with its types.
+
+    The first is the value itself if it is no dict or list, the next is everything in it, then everything in that, and
+    so on. A level of only one type is read without a Python step per value. An object is opened once: it may contain
+    itself, through an attribute that is not written.
+    """
     level: list[Any] = list(_opener(type(value))(value)) if type(value) in _IN_JSON else [value]
     seen: dict[int, object] = {}
     while level:
@@ -44,12 +47,12 @@ def levels(value: Any) -> Iterator[Level]:
 
 
 def unusual(levels: Iterable[Level]) -> set[type]:
-    """The types in it that JSON does not have, and are no float."""
+    """The types in the levels that JSON does not have, other than float."""
     return {kind for kinds, _ in levels for kind in kinds - _OF_JSON}
 
 
 def has_no_json(level: Level) -> bool:
-    """Whether a number in it is written as null."""
+    """Whether a number in the level would be written as null."""
     kinds, values = level
     floats = float in kinds or any(issubclass(kind, float) for kind in kinds - _OF_JSON)
     return floats and not all(map(isfinite, [each for each in values if isinstance(each, float)]))
@@ -68,12 +71,12 @@ _opener: Final[Callable[[type], Callable[[Any], Iterable[object]]]] = lru_cache(
 
 
 def _attributes(value: object, names: Mapping[str, str]) -> dict[str, object]:
-    """By their names on the wire."""
+    """The attributes by their names on the wire."""
     return {wire: getattr(value, name, None) for name, wire in names.items()} | dict(models.extras(value))
 
 
 def in_order(tree: Any, value: object) -> Any:
-    """What was written of a value, with the members of each set in an order that does not depend on the process."""
+    """The JSON of a value, with the members of each set in an order that does not depend on the process."""
     if models.is_root(type(value)):
         return in_order(tree, getattr(value, "root", None))
     names = fields(type(value))
@@ -91,7 +94,8 @@ def in_order(tree: Any, value: object) -> Any:
 
 # --------------------------------------------------------------------------------------------------------- read back
 def difference(back: object, value: object) -> tuple[str | None, bool]:
-    """In which field they differ, in words that quote no value, None: in none; and whether a set may be in them."""
+    """The field in which two values differ, in words that quote no value, None if they are equal; and whether they may
+    contain a set."""
     unordered: list[object] = []
     if _same(back, value, unordered):
         return None, bool(unordered)
@@ -106,8 +110,11 @@ def difference(back: object, value: object) -> tuple[str | None, bool]:
 
 
 def _same(back: object, value: object, unordered: list[object]) -> bool:
-    """By their fields, since equality is the user's: it may look at private attributes, or only at identity. What no
-    annotation describes comes back as JSON has it: an object, a list, or a text for all that JSON does not have."""
+    """Compare by fields: equality is the user's code, and may compare private attributes, or only identity.
+
+    A value that no annotation describes is read back as JSON has it: an object, a list, or a text for anything that
+    JSON does not have.
+    """
     cls = type(value)
     alike = cls is type(back)
     if alike and cls in SCALARS:

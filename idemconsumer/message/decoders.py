@@ -1,5 +1,5 @@
-"""Functions of the user's that are called with values from a message: what can be said of them at import, and what an
-error of `decode=` says about the message that was to be read (D26)."""
+"""The user's functions that get values from a message: what can be checked at import, and what an error of `decode=`
+says about the message (D26: an outage there is no fault of the message)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ DecodeHook: TypeAlias = Callable[[bytes, Message], object]
 
 _REASON: Final = "undecodable"
 _AWAY: Final = (ConnectionError, TimeoutError, socket.gaierror, Unavailable)
-# What the operating system says of a network, or of our own process, and never of a name that a message may hold.
+# Errors of a network or of our own process; never errors about a name that a message may contain.
 _NUMBERS: Final = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EMFILE, errno.ENFILE, errno.ENOBUFS}
 )
 
 
 def is_async(function: object) -> bool:
-    """Whether it returns a coroutine, as far as it can be seen."""
+    """Whether it returns a coroutine, as far as that can be determined."""
     call = getattr(function, "__call__", None)  # noqa: B004 - not whether it can be called, but what is
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def takes(function: Callable[..., Any], arguments: int) -> bool:
-    """Whether it can be called with so many. True for one that does not say, as some builtins."""
+    """Whether it can be called with that many arguments. True if its signature is unknown, as for some builtins."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -42,7 +42,7 @@ def takes(function: Callable[..., Any], arguments: int) -> bool:
 
 
 def hooked(decode: DecodeHook) -> DecodeHook:
-    """A user's decoder that is no async function. What it raises is BadMessage."""
+    """Wrap a user's synchronous decoder, so that it raises only BadMessage."""
 
     def safe(body: bytes, message: Message) -> object:
         try:
@@ -60,8 +60,8 @@ def hooked(decode: DecodeHook) -> DecodeHook:
 
 
 def not_decoded(error: Exception) -> BadMessage:
-    """What the error of a user's decoder says about the message (D26). Its text may quote the payload, unless it is a
-    BadMessage."""
+    """What the error of a user's decoder says about the message (D26). The error's text is not used, since it may quote
+    the payload, unless it is a BadMessage."""
     if isinstance(error, BadMessage):
         return error
     if (retry := _retry_in(error)) is not None or _is_outage(error):
@@ -70,15 +70,15 @@ def not_decoded(error: Exception) -> BadMessage:
 
 
 def _retry_in(error: BaseException) -> Retry | None:
-    """The Retry that it is, also where a TaskGroup wraps it (B1)."""
+    """The error itself if it is a Retry, or the Retry inside a TaskGroup's exception group (B1)."""
     if isinstance(error, BaseExceptionGroup):
         return next((found for each in error.exceptions if (found := _retry_in(each)) is not None), None)
     return error if isinstance(error, Retry) else None
 
 
 def _is_outage(error: BaseException) -> bool:
-    """Whether it is one of a connection, a timeout or a name that cannot be resolved, or was made of one, as clients of
-    HTTP do. Not any OSError: a bad gzip is one, and so is a file that a message names and nobody has."""
+    """Whether it is a connection error, a timeout or a failed name lookup, or was caused by one, as HTTP clients do.
+    Not every OSError is: a bad gzip is one, and so is a missing file that a message names."""
     return any(
         isinstance(each, _AWAY) or (isinstance(each, OSError) and each.errno in _NUMBERS) for each in _made_of(error)
     )

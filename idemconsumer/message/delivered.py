@@ -1,4 +1,4 @@
-"""What a broker gave beside body and headers, at rest: as JSON, for a dead letter, a saga, a message taken over."""
+"""What a broker delivered beside body and headers, as JSON: stored for a dead letter, a saga, a message taken over."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class _Delivered(msgspec.Struct, omit_defaults=True):
 
 
 def encode_delivered(message: Message) -> bytes:
-    """`{}` where there is nothing. Headers only if one of them is repeated, since the last of each is stored anyhow."""
+    """The JSON, `{}` if there is nothing. Contains headers only if one is repeated: the last value of each is stored
+    anyway."""
     properties = {
         storable_text(name): storable_text(v) if isinstance(v, str) else v for name, v in message.properties.items()
     }
@@ -46,7 +47,7 @@ def encode_delivered(message: Message) -> bytes:
 
 
 def with_delivered(message: Message, encoded: bytes | None) -> Message:
-    """The same message, with what was stored of it. None, or what cannot be read, adds nothing."""
+    """The message with what was stored of its delivery. None, or unreadable JSON, adds nothing."""
     try:
         found = msgspec.json.decode(encoded or b"{}", type=_Delivered)
         repeated = tuple((name, given_value(value)) for name, value in found.headers)
@@ -66,14 +67,14 @@ def with_delivered(message: Message, encoded: bytes | None) -> Message:
 
 
 def content_of(message: Message) -> bytes:
-    """SHA-256 of all that was sent, the same in each delivery of it."""
+    """SHA-256 of everything that the producer sent, the same in each delivery of the message."""
     beside = (sent_headers(message.headers), encode_delivered(message))
     digests = (whole_body(message).sha256, *(hashlib.sha256(part).digest() for part in beside))
     return hashlib.sha256(b"".join(digests)).digest()
 
 
 def whole_body(message: Message) -> Whole:
-    """What its body is, of which only the beginning may be held."""
+    """Size and SHA-256 of the whole body, of which only the beginning may be held."""
     return message.whole or Whole(len(message.body), hashlib.sha256(message.body).digest())
 
 
@@ -84,13 +85,13 @@ def size_of(message: Message) -> int:
 
 
 def held_size(message: Message) -> int:
-    """Bytes of what is held of them."""
+    """Bytes of body, headers and record key that are held in memory."""
     size = len(message.body) + len(message.record_key or b"")
     return size + sum(map(_header_size, message.all_headers)) if message.headers else size
 
 
 def beginning(message: Message, limit: int) -> Message:
-    """The same message with the first `limit` bytes of its body, of its record key, and of all its headers."""
+    """The message with the first `limit` bytes of its body, of its record key, and of all its headers together."""
     if size_of(message) <= limit:
         return message
     kept: list[tuple[str, str | bytes]] = []
@@ -115,10 +116,10 @@ def _header_size(header: tuple[str, str | bytes]) -> int:
 
 
 def storable_text(text: str) -> str:
-    """As UTF-8 takes it."""
+    """The text with everything replaced that UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 
 def given_value(found: Any) -> str | bytes:
-    """What `stored_value` was given."""
+    """The value that `stored_value` was given."""
     return found if isinstance(found, str) else base64.b64decode(found["base64"], validate=True)

@@ -1,4 +1,4 @@
-"""Numbers with all their digits, in one form however they were written."""
+"""Numbers with all their digits, in one form whichever way they were written."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Final
 
 import msgspec
 
-_MOST: Final = 400  # beyond all floats; a number with more digits that is written in two ways counts as two
+_MOST: Final = 400  # more digits than any float has; a longer number that is written in two ways counts as two numbers
 
 _INEXACT: Final = frozenset({float, dict, list})
 
 
 def number(text: str) -> msgspec.Raw:
-    """The same for all ways to write that number, and for no other: as floats, two that differ in the 17th digit would
-    be one."""
+    """One form for all ways to write that number, and for no other number: as floats, two that differ in the 17th digit
+    would be equal."""
     scientific = "e" in text or "E" in text
-    if not scientific and text[-1] != "0":  # as nearly all are: a body may have a hundred thousand
+    if not scientific and text[-1] != "0":  # nearly all numbers: a body may have a hundred thousand
         return msgspec.Raw(text.encode())
     if scientific:
         try:
@@ -40,12 +40,12 @@ def number(text: str) -> msgspec.Raw:
 
 
 decode = msgspec.json.Decoder(float_hook=number).decode
-"""Of JSON, with numbers that are no int in this form."""
+"""Decodes JSON; numbers other than int come in this form."""
 
 
 def exact(value: object, sent: object) -> object:
-    """A plain value with the digits that `sent` has: what was found at the same place in the body. What decode= has
-    made may have another number there."""
+    """A plain value with the digits of `sent`, which is what the body has at the same place. If decode= has made
+    another number of it, that number stays."""
     if isinstance(value, dict):
         inside = sent if isinstance(sent, dict) else {}
         return {name: exact(each, inside.get(name)) if type(each) in _INEXACT else each for name, each in value.items()}

@@ -1,7 +1,7 @@
-"""Envelopes that a service puts around what a producer sent: Amazon SNS, Amazon EventBridge, CloudEvents.
+"""Envelopes that a service puts around a producer's payload: Amazon SNS, Amazon EventBridge, CloudEvents.
 
-Unwrapped, the message has the producer's payload as its body, and what the envelope says in its headers, message id and
-timestamp. Keys, fingerprint and handler see that; a dead letter keeps the message as it arrived.
+After unwrapping, the message has the producer's payload as its body, and the envelope's values in its headers, message
+id and timestamp. Keys, fingerprint and handler use that; a dead letter keeps the message as it arrived.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _NO_SUCH_JSON: Final = (msgspec.MsgspecError, RecursionError, ValueError)  # of 
 
 
 def unwrapper(envelope: Envelope) -> Unwrap:
-    """The function for this envelope. It raises only BadMessage, `undecodable`, for what is not in one."""
+    """The function that unwraps this envelope. It raises only BadMessage, `undecodable`, for a body without the
+    envelope."""
     return {"sns": _sns, "eventbridge": _eventbridge, "cloudevents": _cloudevents}[envelope]
 
 
@@ -113,8 +114,8 @@ _attributes = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def _cloudevents(message: Message) -> Message:
-    """In binary mode the payload is the body already. In structured mode the attributes become `ce_…` headers, as they
-    are in Kafka's binary mode."""
+    """In binary mode the body is the payload already. In structured mode the attributes become `ce_…` headers, as in
+    Kafka's binary mode."""
     if any(prefix + "id" in message.headers for prefix in CLOUDEVENT_PREFIXES):
         return message
     try:
@@ -122,7 +123,8 @@ def _cloudevents(message: Message) -> Message:
         found = _attributes.decode(without_mark(message.body))
         body = _data(found)
         attributes = ((name, value) for name, value in found.items() if name not in ("data", "data_base64"))
-        said = {f"ce_{name}": _plain(value) for name, value in attributes if bytes(value) != b"null"}  # R41
+        # A null attribute is absent (R41).
+        said = {f"ce_{name}": _plain(value) for name, value in attributes if bytes(value) != b"null"}
     except _NO_SUCH_JSON:
         raise _no_envelope("a CloudEvent", "it has neither its headers nor its JSON form") from None
     return msgspec.structs.replace(
@@ -156,7 +158,7 @@ def _time(text: Any) -> datetime | None:
 
 
 def _headers(message: Message, said: Mapping[str, str | bytes]) -> dict[str, Any]:
-    """What the envelope says comes last, and so is the value of a name that both have."""
+    """The envelope's values come last, so they win if a header has the same name."""
     every = (*message.all_headers, *said.items())
     headers = dict(every)
     return {"headers": headers, "repeated_headers": every if len(headers) < len(every) else ()}

@@ -1,6 +1,6 @@
-"""What a key spec reads out of a message: compiled once, against the payload's type.
+"""Reads a key spec out of messages: compiled once, against the payload's type.
 
-All that can be found wrong with a spec is found then.
+Every mistake in a spec that can be detected is detected at that point.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from idemconsumer.message.keys import Key, KeySpec, Kind, describe, fingerprint,
 from idemconsumer.message.message import PROPERTIES, Message
 
 MAX_KEY_BYTES = 1_024
-"""The longest key, in UTF-8 bytes. A key is an identity; longer ones are a sign that a document was named."""
+"""The longest key, in UTF-8 bytes. A longer one suggests that a whole document was named instead of an identity."""
 
 # Kafka; AMQP; AMQP where JMS forbids the colon; bridges from HTTP.
 CLOUDEVENT_PREFIXES = ("ce_", "cloudEvents:", "cloudEvents_", "ce-")
@@ -32,8 +32,8 @@ _Read: TypeAlias = Callable[[Message, object], object]
 def compile_key(spec: KeySpec, payload_type: Any, *, handler: str, option: str = "key") -> Extract:
     """Compile a spec into a function that reads the text from a message and its payload.
 
-    Raises HandlerError for a path that the payload's type does not have, or anything that is not a spec. What
-    it returns raises only BadMessage: `key_missing` for an absent, null or empty value, `key_invalid` for a
+    Raises HandlerError for a path that the payload's type does not have, or for anything that is not a spec. The
+    returned function raises only BadMessage: `key_missing` for an absent, null or empty value, `key_invalid` for a
     value that is not a scalar or cannot be stored as text.
     """
     read = _reader(spec, payload_type, handler, option)
@@ -41,7 +41,7 @@ def compile_key(spec: KeySpec, payload_type: Any, *, handler: str, option: str =
 
     def extract(message: Message, payload: object) -> str:
         value = read(message, payload)
-        # Most keys are short ASCII text: one test instead of all checks.
+        # Most keys are short ASCII text: one test replaces all checks.
         if type(value) is str and 0 < len(value) <= MAX_KEY_BYTES and value.isascii() and "\0" not in value:
             return value
         return as_text(value, what)
@@ -50,8 +50,8 @@ def compile_key(spec: KeySpec, payload_type: Any, *, handler: str, option: str =
 
 
 def compile_fingerprint(spec: KeySpec, payload_type: Any, *, handler: str) -> Callable[[Message, object], bytes | None]:
-    """Compile what must not change between messages of one key. Unlike a key it may be of any type. None: nothing of
-    it is there, so that there is nothing to compare (R41)."""
+    """Compile what must not change between messages of one key. Unlike a key it may be of any type. The function
+    returns None if nothing of it is present, so that there is nothing to compare (R41)."""
     specs = spec.specs if isinstance(spec, Key) and spec.kind == "all" else (spec,)
     reads = [_reader(part, payload_type, handler, "fingerprint") for part in specs]
 
@@ -66,7 +66,7 @@ def compile_fingerprint(spec: KeySpec, payload_type: Any, *, handler: str) -> Ca
 
 
 def _nothing(value: object) -> bool:
-    """Absent, or an expression's list or object of what is absent."""
+    """Whether a value is absent, or an expression's list or object of absent values."""
     if isinstance(value, list | dict):
         return all(map(_nothing, value.values() if isinstance(value, dict) else value))
     return _missing(value)
@@ -222,7 +222,7 @@ def _missing(value: object) -> bool:
 
 
 def as_text(value: object, what: str) -> str:
-    """The text of a value as a key has it. Raises BadMessage as keys do."""
+    """The text of a value as it is used in a key. Raises BadMessage as keys do."""
     if _missing(value):
         raise BadMessage("key_missing", f"{what} is missing")
     text = _scalar(value, what)

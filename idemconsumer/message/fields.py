@@ -1,4 +1,4 @@
-"""The fields of a class in one description, whether pydantic, msgspec, dataclasses, attrs or NamedTuple has made it."""
+"""The fields of a class in one description, for pydantic, msgspec, dataclasses, attrs and NamedTuple."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _Shape: TypeAlias = "str | dict[str, _Shape] | list[_Shape] | None"
 
 
 def declared(cls: Any) -> Sequence[tuple[str, str, object, object]] | None:
-    """Of each field its attribute, the name that it is written by, its default, and the function that makes one. Where
-    there is none, each of the libraries has a mark of its own. None: it is no object with fields."""
+    """For each field: its attribute, its name when written, its default, and its default factory. For a field without a
+    default, each library has a marker of its own. Returns None for a class without fields."""
     none = dataclasses.MISSING
     if models.is_model(cls):
         known = models.fields(cls).items()
@@ -38,7 +38,7 @@ def declared(cls: Any) -> Sequence[tuple[str, str, object, object]] | None:
 
 
 def _fields(cls: type) -> Mapping[str, str] | None:
-    """The names that they are written by, by attribute. None: it is no object with fields."""
+    """The names under which the fields are written, by attribute. None for a class without fields."""
     known = declared(cls)
     return None if known is None else {name: wire for name, wire, _, _ in known}
 
@@ -48,14 +48,14 @@ fields: Final[Callable[[type], Mapping[str, str] | None]] = lru_cache(maxsize=1_
 
 @lru_cache(maxsize=1_024)
 def tag(cls: Any) -> Mapping[str, str | int]:
-    """The field that says which of several classes of msgspec's it is."""
+    """The field that tells msgspec which of several classes an object is of."""
     config = getattr(cls, "__struct_config__", None)
     return {} if config is None or config.tag_field is None else {config.tag_field: config.tag}
 
 
 # ------------------------------------------------------------------------------------------------- on the wire (R41)
 def on_the_wire(cls: Any) -> Callable[[Any], Any]:
-    """A function that makes a dict or list of an object of that class, by each name that its fields are read by."""
+    """A function that turns an object of that class into a dict or list, by each name that its fields are read by."""
     shape: dict[str, _Shape] = {wire: name for name, wire in (fields(cls) or {}).items()}
     if models.is_model(cls):
         shape = {}
@@ -71,7 +71,7 @@ def on_the_wire(cls: Any) -> Callable[[Any], Any]:
 
 
 def _put(into: Any, wire: models.Wire, attribute: str) -> None:
-    """The first one that is at a place stays there."""
+    """Put the attribute at its place. The first one at a place stays there."""
     step, *rest = wire
     if isinstance(step, int):
         into += [None] * (max(step + 1, -step) - len(into))

@@ -1,5 +1,5 @@
-"""The two forms of a value, whatever has made it: the plain one that it has on the wire (R41), and the one by which it
-is compared, the same for equal values in each process (R26, R40, L73)."""
+"""The two forms of any value: the plain form, as it is on the wire (R41), and the form for comparison, which is the
+same for equal values in each process (R26, R40, L73)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _NAMES: Final = frozenset({str})
 _ASTERISKS: Final = "**********"
 
-# What their text says is all that they are.
+# Types whose text is everything that they contain.
 _TEXTS: Final = (PurePath, Fraction, complex, IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface,
                  IPv6Network)  # fmt: skip
 
@@ -34,7 +34,8 @@ encode: Final = msgspec.json.Encoder(order="deterministic").encode
 
 
 def plain(value: object) -> object:
-    """All of it by the names and in the shapes that it has on the wire. What has no such form is left as it is."""
+    """The whole value by the names and in the shapes that it has on the wire. A part without such a form is left as it
+    is."""
     value = opened(value)
     if type(value) is dict:
         simple = SCALARS.issuperset(map(type, value.values()))
@@ -45,9 +46,12 @@ def plain(value: object) -> object:
 
 
 def form(value: Any, *, secrets: bool = False) -> Form:
-    """All of it as it is compared: one way to write a number, fields without those that have the default of their class
-    and those that are computed. Raises TypeError, or whatever a value's own code raises, if nothing says what it is.
-    `secrets`: a secret is only said to be there."""
+    """The whole value in the form for comparison.
+
+    Numbers have one notation; fields that are computed or have the default of their class are left out. Raises
+    TypeError for a value without such a form, or whatever a value's own code raises. `secrets`: of a secret, only its
+    presence counts.
+    """
     cls = type(value)
     if cls is float:
         if not math.isfinite(value):
@@ -94,12 +98,12 @@ def _of_fields(value: Any, names: Mapping[str, str], secrets: bool) -> Form:
 
 
 def _defaults_of(cls: type) -> Mapping[str, Form]:
-    """By the names on the wire. What a function makes may be an id, or the day on which this process began, so it is no
-    default."""
+    """The defaults by their names on the wire. Results of factory functions are not included, except of classes such as
+    `list`: a function may return an id, or the day on which this process began."""
     found = dict[str, Form]()
     for _, wire, default, make in declared(cls) or ():
-        if type(default).__name__ != "_Nothing":  # how attrs says that there is none
-            with suppress(Exception):  # nor is there one that has no form, such as MISSING
+        if type(default).__name__ != "_Nothing":  # attrs's marker for no default
+            with suppress(Exception):  # nor is a default without a form, such as MISSING
                 found[wire] = form(make() if isinstance(make, type) else default, secrets=True)
     return found
 
@@ -109,7 +113,7 @@ _defaults: Final[Callable[[type], Mapping[str, Form]]] = lru_cache(maxsize=1_024
 
 # -------------------------------------------------------------------------------------------------- one level of it
 def opened(value: Any) -> Any:
-    """A dict by names, a list, or a scalar of JSON. What has no such form is left as it is."""
+    """The top level as a dict by names, a list, or a JSON scalar. A value without such a form is left as it is."""
     cls: Any = type(value)
     if cls in SCALARS or cls is list or (cls is dict and _NAMES.issuperset(map(type, value))):
         return value
@@ -139,7 +143,7 @@ def _opener(cls: Any) -> Callable[[Any], Any]:
     if hasattr(cls, "DESCRIPTOR") and hasattr(cls, "HasField"):  # Protobuf
         names = [field.name for field in cls.DESCRIPTOR.fields]
         return lambda value: {name: getattr(value, name) for name in names if is_there(value, name)}
-    # An URL of pydantic's, and its NameEmail.
+    # pydantic's URLs, and its NameEmail.
     if issubclass(cls, _TEXTS) or hasattr(cls, "unicode_string") or cls.__module__ == "pydantic.networks":
         return str
     return _scalar
@@ -159,7 +163,7 @@ def _scalar(value: Any) -> object:
 
 
 def looked_up(value: Any, name: str | int) -> object:
-    """What is there under that name, or at that index; None if nothing is."""
+    """The value under that name, or at that index; None if there is none."""
     if type(value) is dict and type(name) is str and (found := value.get(name)) is not None:
         return found
     value = opened(value)
@@ -169,8 +173,8 @@ def looked_up(value: Any, name: str | int) -> object:
 
 
 def is_there(value: Any, name: str) -> bool:
-    """Whether that attribute was sent. Protobuf gives one that was not the value zero, and can tell of which it knows
-    this: of all but repeated fields and, in proto3, scalars that are not declared `optional`."""
+    """Whether that attribute was sent. Protobuf returns zero for one that was not. It can tell the difference except
+    for repeated fields and, in proto3, scalars that are not declared `optional`; for these the result is True."""
     try:
         return not hasattr(type(value), "HasField") or bool(value.HasField(name))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Headers at rest: JSON that also holds bytes."""
+"""Headers as they are stored: JSON that also holds bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Bytes(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def encode_headers(headers: Mapping[str, str | bytes]) -> bytes:
-    """As a JSON object. Values that jsonb does not take as text become {"base64": …}. Takes any headers."""
+    """Any headers as a JSON object. Values that jsonb does not take as text become {"base64": …}."""
     return msgspec.json.encode({stored_name(name): stored_value(value) for name, value in headers.items()})
 
 
@@ -36,14 +36,15 @@ def _storable(text: str) -> bool:
 
 
 def sent_headers(headers: Mapping[str, str | bytes]) -> bytes:
-    """Those that the producer sent, the same in each delivery: without what brokers add or change on the way."""
+    """The headers that the producer sent, the same in each delivery: without those that brokers add or change on the
+    way."""
     sent = {name: headers[name] for name in sorted(headers) if not name.lower().startswith(_ADDED)}
     return encode_headers(sent)
 
 
 def decode_headers(encoded: bytes) -> dict[str, str | bytes]:
-    """The inverse. Takes anything, since SQL may have written it: other values are kept as JSON text, a header that is
-    null is none (R41), and anything that is not an object is kept under `UNREADABLE`."""
+    """The inverse of `encode_headers`. Takes any JSON, since SQL may have written it. Other values are kept as JSON
+    text, a null header is left out (R41), and anything but an object is kept under `UNREADABLE`."""
     try:
         values = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
     except _NO_SUCH_JSON:

@@ -1,4 +1,4 @@
-"""What makes two messages the same one: key specs, the stored key, fingerprints.
+"""The identity of a message: key specs, the stored key, fingerprints.
 
 `extraction.py` reads the key's text out of each message. The stored key is SHA-256 over length-prefixed parts, so that
 concatenation never makes two different (app, tenant, handler, key) equal.
@@ -50,15 +50,17 @@ class Key:
 
     @staticmethod
     def message_id() -> Key:
-        """Use the producer's message id, if the broker carries one (RabbitMQ, SQS, the Postgres queue). SQS gives every
-        message an id of its own; if the producer gave none, that id detects redeliveries only. This is not the
-        deduplication id of a FIFO queue, which counts for five minutes only."""
+        """Use the producer's message id, if the broker carries one (RabbitMQ, SQS, the Postgres queue).
+
+        SQS gives every message an id of its own; if the producer gave none, that id detects redeliveries only. This is
+        not the deduplication id of a FIFO queue, which counts for five minutes only.
+        """
         return Key("message_id")
 
     @staticmethod
     def record_key() -> Key:
-        """Use the key of a Kafka record, which is text in UTF-8. It identifies a message only if its producer never
-        uses it twice. If it identifies an entity, add a field that changes: `Key.all(Key.record_key(), "version")`."""
+        """Use the key of a Kafka record, as UTF-8 text. It identifies a message only if its producer never uses it
+        twice. If it identifies an entity, add a field that changes: `Key.all(Key.record_key(), "version")`."""
         return Key("record_key")
 
     @staticmethod
@@ -68,8 +70,8 @@ class Key:
 
     @staticmethod
     def payload() -> Key:
-        """Use the SHA-256 of the body: equal bytes are one message. Two bodies that differ only in spacing are two
-        messages."""
+        """Use the SHA-256 of the body: messages with equal bytes are the same message. Two bodies that differ only in
+        spacing are two messages."""
         return Key("payload")
 
     @staticmethod
@@ -85,8 +87,8 @@ class Key:
 
     @staticmethod
     def all(*specs: KeySpec) -> Key:
-        """Use all of them together, each with its length: ("a", "bc") is not ("ab", "c"). If one is missing, so is the
-        key."""
+        """Use all of these together, each with its length: ("a", "bc") differs from ("ab", "c"). If one is missing, the
+        key is missing."""
         return Key("all", specs=_some("Key.all", specs))
 
     @staticmethod
@@ -125,12 +127,13 @@ def describe(spec: KeySpec) -> str:
 
 
 def uses_offset(spec: KeySpec) -> bool:
-    """Whether the key depends on where the message lies in its source."""
+    """Whether the key depends on the position of the message in its source."""
     return isinstance(spec, Key) and (spec.kind == "offset" or any(uses_offset(part) for part in spec.specs))
 
 
 def needed(spec: KeySpec) -> frozenset[Kind]:
-    """What the message must have for this key, whatever it is: an alternative of `Key.first` may be missing."""
+    """What every message must have for this key. Alternatives of `Key.first` are not included, since each may be
+    missing."""
     if not isinstance(spec, Key):
         return frozenset()
     if spec.kind == "all":
@@ -139,7 +142,7 @@ def needed(spec: KeySpec) -> frozenset[Kind]:
 
 
 def unsure_paths(specs: Iterable[object], payload_type: Any) -> list[str]:
-    """The paths in these specs of which the payload's type does not show that they are there (R41)."""
+    """The paths in these specs for which the payload's type does not show that a value is there (R41)."""
     found: list[str] = []
     for spec in specs:
         if isinstance(spec, Key):
@@ -169,14 +172,14 @@ def _prefixed(part: str | None) -> bytes:
 
 @lru_cache(maxsize=1_024)
 def scope_name(app: str, tenant: str | None, handler: str) -> str:
-    """`app/tenant/handler`, within which a key is unique; `-` stands for no tenant. Two scopes never look
-    equal: `%` and `/` are percent-encoded, and so is a tenant whose name is `-`."""
+    """`app/tenant/handler`, within which a key is unique; `-` stands for no tenant. Two different scopes never get the
+    same name: `%` and `/` are percent-encoded, and so is a tenant whose name is `-`."""
     middle = "-" if tenant is None else "%2D" if tenant == "-" else _escape(tenant)
     return f"{_escape(app)}/{middle}/{_escape(handler)}"
 
 
 def parts_of(scope: str) -> tuple[str, str | None, str]:
-    """App, tenant and handler: what `scope_name` was given."""
+    """App, tenant and handler, as `scope_name` was given them."""
     app, tenant, handler = scope.split("/")
     return unquote(app), None if tenant == "-" else unquote(tenant), unquote(handler)
 
@@ -187,7 +190,7 @@ def tenant_of(scope: str) -> str | None:
 
 
 def scopes_of(app: str) -> str:
-    """The prefix that all scope names of an app have, and those of no other app."""
+    """The prefix of all scope names of an app, and of no other app."""
     return f"{_escape(app)}/"
 
 
@@ -196,7 +199,7 @@ def _escape(part: str) -> str:
 
 
 def joined(parts: Sequence[str]) -> str:
-    """Several texts as one, in which none of them can be mistaken for another."""
+    """Several texts as one, so that different lists of texts never give the same result."""
     return "".join(f"{len(part)}:{part}" for part in parts)
 
 
@@ -206,8 +209,8 @@ def fingerprint(body: bytes) -> bytes:
 
 
 def canonical(body: bytes) -> bytes | None:
-    """The first 16 bytes of the hash of the JSON value: the same whatever the order of fields, the spaces between them,
-    the escapes in texts and the ways to write a number. None for what is not JSON."""
+    """The first 16 bytes of the hash of the JSON value. None for a body that is not JSON. It does not depend on the
+    order of fields, on spaces, on escapes in texts or on the notation of numbers."""
     try:
         return shortened(forms.encode(digits.decode(without_mark(body))))
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
@@ -215,12 +218,15 @@ def canonical(body: bytes) -> bytes | None:
 
 
 def canonical_value(payload: object, *, secrets: bool = False) -> bytes | None:
-    """As `canonical`, of any value. None for what has no form: of two values that differ in what is left out, one would
-    be the duplicate of the other. `secrets` are left out all the same, where that does no harm."""
+    """As `canonical`, for any value. None if a part of it has no form for comparison.
+
+    If that part was left out, one of two values that differ only there would be a duplicate of the other. `secrets` are
+    left out all the same, where that does no harm.
+    """
     if isinstance(payload, bytes):
         return shortened(payload)
     try:
-        if type(payload) in _SCALARS:  # their JSON has one form
+        if type(payload) in _SCALARS:  # their JSON has only one form
             return shortened(forms.encode(payload))
         return canonical(forms.encode(forms.form(payload, secrets=secrets)))
     except Exception:  # noqa: BLE001 - a value's own code runs while it is compared
@@ -228,5 +234,5 @@ def canonical_value(payload: object, *, secrets: bool = False) -> bytes | None:
 
 
 def shortened(payload: bytes) -> bytes:
-    """A fingerprint beside that of the body. It is stored with each record, so it is half as long."""
+    """A second fingerprint beside that of the body. It is stored with each record, so it is half as long."""
     return fingerprint(payload)[:16]

@@ -1,4 +1,4 @@
-"""What a producer sent, as it arrived; what a handler returned, as it is stored; and where messages come from."""
+"""A message as it arrived, a handler's result as it is stored, and the subscription to a source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_PROPERTIES: Final[Mapping[str, str | int]] = MappingProxyType({})
 
 
 class Whole(msgspec.Struct, frozen=True):
-    """A body of which only the beginning is held: its size in bytes, and its SHA-256."""
+    """A body of which only the beginning is held: the size of the whole in bytes, and its SHA-256."""
 
     size: int
     sha256: bytes
@@ -72,8 +72,8 @@ class Message(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """What a handler returned, as it is stored and replayed byte for byte (R36). `status` and `headers`, in their order
-    and without the content type, are those of an HTTP response; None and none for what is none."""
+    """What a handler returned, as it is stored and replayed byte for byte (R36). `status` and `headers` are those of an
+    HTTP response, the headers in order and without the content type; None and empty for any other result."""
 
     body: bytes
     content_type: str = "application/json"

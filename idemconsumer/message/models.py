@@ -1,6 +1,6 @@
-"""pydantic's models: how one is written so that it can be read back, and where it cannot be.
+"""pydantic models: how one is written so that it can be read back, and where that is impossible.
 
-Known by their names, so that pydantic is imported only by those who have imported it.
+Models are recognised by attributes, so that pydantic is imported only where the program has imported it.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from types import UnionType
 from typing import Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Wire: TypeAlias = tuple[str | int, ...]
-"""Where a field stands in the JSON: its name there, or a path."""
+"""Where a field is in the JSON: its name, or a path."""
 
 
 def is_model(cls: Any) -> bool:
-    """A pydantic model or a pydantic dataclass."""
+    """Whether it is a pydantic model or a pydantic dataclass."""
     return hasattr(cls, "__pydantic_validator__") and isinstance(cls, type)
 
 
 def is_root(cls: type) -> bool:
-    """A model that is on the wire what its one field is."""
+    """Whether it is a root model: on the wire it is what its one field is."""
     return bool(getattr(cls, "__pydantic_root_model__", False))
 
 
 def is_typed_dict(cls: Any) -> bool:
-    """That of `typing` or of `typing_extensions`, each of which knows its own only."""
+    """Whether it is a TypedDict of `typing` or of `typing_extensions`; each of these recognises only its own."""
     return hasattr(cls, "__required_keys__")
 
 
 def bare(annotation: Any) -> Any:
-    """The type in Annotated, in a NewType, and, from Python 3.12, in `type Name = …`."""
+    """The type inside Annotated, a NewType and, from Python 3.12, `type Name = …`."""
     while True:
         if hasattr(annotation, "__metadata__"):
             annotation = annotation.__origin__
@@ -44,8 +44,9 @@ def bare(annotation: Any) -> Any:
 
 
 def parts(annotation: Any, into: Callable[[Any], bool] = lambda _: True) -> Iterator[Any]:
-    """The annotation itself and each type in it; of a class with fields, their types if it goes `into` that class."""
-    waiting, seen = [annotation], dict[int, Any]()  # kept, so that no other one has the same number
+    """The annotation itself and each type in it, including the types of a class's fields if `into` returns True for the
+    class."""
+    waiting, seen = [annotation], dict[int, Any]()  # the parts are kept, so that no other part gets the same id
     while waiting:
         part = bare(waiting.pop())
         if id(part) in seen:
@@ -76,8 +77,8 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def validates(annotation: Any) -> bool:
-    """Whether pydantic has to read and write it: it is a model, or contains one where no class of msgspec's is around
-    it, or has in it what msgspec would take for its own, or does not take."""
+    """Whether pydantic has to read and write it. It does if it is a model; if it contains a model outside any class of
+    msgspec's; or if it contains a type that msgspec does not accept, or would take for its own."""
     around = (part for part in parts(annotation, into=lambda _: False))
     return any(is_model(get_origin(part) or part) or _is_pydantics(part) for part in around) or any(
         map(_only_pydantic, parts(annotation, into=lambda cls: not is_model(cls)))
@@ -93,7 +94,7 @@ _validates = lru_cache(maxsize=1_024)(validates)
 
 
 def _only_pydantic(part: Any) -> bool:
-    """A dataclass of pydantic's, which has aliases and constraints; a model as one of several alternatives."""
+    """A pydantic dataclass, which has aliases and constraints; or a union with a model in it."""
     if get_origin(part) in (Union, UnionType):
         kinds = [bare(kind) for kind in get_args(part) if kind is not type(None)]
         return len(kinds) > 1 and any(is_model(get_origin(kind) or kind) for kind in kinds)
@@ -101,18 +102,19 @@ def _only_pydantic(part: Any) -> bool:
 
 
 def _is_pydantics(part: Any) -> bool:
-    # Classes that are made at run time, as Protobuf's, may have no module.
+    # Classes that are created at run time, such as Protobuf's, may have no module.
     return any(str(cls.__module__).partition(".")[0] == "pydantic" for cls in getattr(part, "__mro__", ()))
 
 
 @lru_cache(maxsize=256)
 def adapter(cls: Any) -> Any:
-    """pydantic's TypeAdapter of a class. Not of any annotation: `A | B` and `B | A` are equal, and read differently."""
+    """pydantic's TypeAdapter of a class. Not cached for other annotations: `A | B` and `B | A` are equal, but read
+    differently."""
     return new_adapter(cls)
 
 
 def new_adapter(annotation: Any) -> Any:
-    """pydantic's TypeAdapter. Raises TypeError, with what to write instead, for what pydantic does not know."""
+    """pydantic's TypeAdapter. Raises TypeError, with what to write instead, for a type that pydantic does not know."""
     from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter
 
     try:
@@ -128,14 +130,15 @@ def new_adapter(annotation: Any) -> Any:
 
 
 def write(value: object) -> bytes:
-    """The JSON of a model: by the names that it is read by; without what it computes, if it could not be read then."""
+    """The JSON of a model, by the names under which it is read. Computed fields are left out if they would make it
+    unreadable."""
     cls: Any = type(value)
     dumped: bytes = adapter(cls).dump_json(value, by_alias=True, round_trip=_is_strict(cls))
     return dumped
 
 
 def write_as(annotation: Any, value: object) -> bytes:
-    """The JSON of what an annotation says of a value: without the fields of a subclass."""
+    """The JSON of a value as the annotation describes it, without the fields of a subclass."""
     from pydantic import TypeAdapter
 
     written: bytes = TypeAdapter(annotation).dump_json(value, by_alias=True, round_trip=True, warnings=False)
@@ -143,7 +146,7 @@ def write_as(annotation: Any, value: object) -> bytes:
 
 
 def write_field(value: Any, name: str) -> Mapping[str, Any]:
-    """What a model has of one field in its JSON."""
+    """What a model writes for one field in its JSON."""
     cls: Any = type(value)
     written: Mapping[str, Any] = adapter(cls).dump_python(value, mode="json", include={name}, round_trip=True)
     return written
@@ -151,7 +154,7 @@ def write_field(value: Any, name: str) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=256)
 def _is_strict(cls: Any) -> bool:
-    """Whether it, or a model in it, refuses the fields that it computes, or reads a value of its from a text."""
+    """Whether it, or a model in it, forbids its own computed fields as input, or reads a value from JSON text."""
     return any(
         (_config(part).get("extra") == "forbid" and getattr(part.__pydantic_decorators__, "computed_fields", None))
         or any("Json" in str(each) for info in fields(part).values() for each in (info.annotation, *info.metadata))
@@ -165,13 +168,13 @@ def _config(cls: Any) -> Mapping[str, Any]:
 
 
 def fields(cls: type) -> dict[str, Any]:
-    """What pydantic knows of each field, by attribute."""
+    """pydantic's description of each field, by attribute."""
     known: dict[str, Any] = getattr(cls, "__pydantic_fields__", None) or getattr(cls, "model_fields", {})
     return known
 
 
 def read_at(cls: type, name: str, info: Any) -> list[Wire]:
-    """All places in the JSON at which that field is looked for."""
+    """All places in the JSON from which the field may be read."""
     alias = info.validation_alias if info.validation_alias is not None else info.alias
     choices = getattr(alias, "choices", [alias])
     found = [
@@ -184,8 +187,8 @@ def read_at(cls: type, name: str, info: Any) -> list[Wire]:
 
 
 def places(annotation: Any) -> list[tuple[Wire, str, Any]]:
-    """Each field of a class that pydantic reads: where it stands in the JSON, its attribute, and its type. Of two that
-    may stand at one place, the first one is meant."""
+    """Each field of a class that pydantic reads: its place in the JSON, its attribute, and its type. Of two fields that
+    may be at the same place, the first one counts."""
     cls = get_origin(annotation) or annotation
     known = fields(cls) if is_model(cls) else {}
     given = {name: info.annotation for name, info in known.items()} or _hints(cls)
@@ -196,7 +199,7 @@ def places(annotation: Any) -> list[tuple[Wire, str, Any]]:
 
 
 def _applied(annotation: Any, of: Mapping[Any, Any]) -> Any:
-    """With the arguments of a generic class in the place of its variables."""
+    """The annotation, with a generic class's arguments in place of its variables."""
     if isinstance(annotation, TypeVar):
         return of.get(annotation, annotation)
     open_ones = getattr(annotation, "__parameters__", ()) if get_origin(annotation) else ()
@@ -209,12 +212,13 @@ def takes_more(cls: type) -> bool:
 
 
 def extras(value: object) -> Mapping[str, Any]:
-    """The fields that it keeps without having declared them."""
+    """The undeclared fields that it has kept."""
     return getattr(value, "__pydantic_extra__", None) or {}
 
 
 def lost(annotation: Any) -> str | None:
-    """Why no value of this type can be read back as it was, as far as the type tells: a field, and what to write."""
+    """Why no value of this type can be read back as it was, as far as the type shows: a field, and what to write
+    instead."""
     models = [part for part in parts(annotation) if is_model(part)]
     return next((reason for part in models for reason in (*_hidden_fields(part), *_renamed_fields(part))), None)
 
@@ -234,7 +238,7 @@ def _hidden_fields(cls: type) -> Iterator[str]:
 
 def _renamed_fields(cls: Any) -> Iterator[str]:
     if cls.__pydantic_decorators__.model_serializers:
-        return  # only a value tells
+        return  # this depends on the value
     for name, info in fields(cls).items():
         written, places = info.serialization_alias or name, read_at(cls, name, info)
         if (written,) not in places and info.init is not False:
@@ -269,5 +273,5 @@ def _arguments(annotation: Any) -> Iterator[Any]:
 
 
 def is_secret(part: Any) -> bool:
-    """pydantic's SecretStr and the like, of which only asterisks are written."""
+    """Whether it is a pydantic secret such as SecretStr, for which only asterisks are written."""
     return _is_pydantics(get_origin(part) or part) and hasattr(get_origin(part) or part, "get_secret_value")

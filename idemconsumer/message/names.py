@@ -9,7 +9,7 @@ from idemconsumer.message.sources import own_source, retry_source
 
 
 class StoredName(NamedTuple):
-    """App and handler, as they are in keys, in scopes, in the names of queues and in the rows of sagas."""
+    """App and handler as they appear in keys, scopes, names of queues and rows of sagas."""
 
     app: str
     handler: str

@@ -1,5 +1,5 @@
-"""Headers of ours: the origin of a message that was moved into our own queue; which record waits for one that was
-accepted (H46); which saga has sent one that begins another (L80)."""
+"""Our own headers: the origin of a message that was moved into our own queue; the token that ties an accepted message
+to its record (H46); the saga that sent a message which begins another saga (L80)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TOKEN_BYTES: Final = 16
 
 
 class Pending(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is known of a message whose next attempt is due later (D18): under which key and scope it is recorded, how
-    many attempts have failed, and its id at its own broker."""
+    """What is known of a message whose next attempt is due later (D18). Its stored key and scope, how many attempts
+    have failed, and its id at its own broker."""
 
     key: bytes
     scope: str
@@ -39,7 +39,7 @@ class _Origin(msgspec.Struct):
 
 
 def with_origin(message: Message, pending: Pending | None = None, letter: int | None = None) -> Message:
-    """The same message, about to be moved into our own queue; `letter`: since this dead letter is redriven."""
+    """The message with its origin, to be moved into our own queue. `letter`: the dead letter that it redrives."""
     assert message.whole is None, "the beginning of a body would be taken for all of it"
     delivered = msgspec.Raw(encode_delivered(message))
     order = None if message.order_hint is None else stored_value(message.order_hint)
@@ -49,7 +49,7 @@ def with_origin(message: Message, pending: Pending | None = None, letter: int | 
 
 
 def restored(message: Message) -> Message | None:
-    """The message as its own broker delivered it; None when it was not moved."""
+    """The message as its own broker delivered it; None if it was not moved."""
     if (origin := _origin(message)) is None:
         return None
     moved = msgspec.structs.replace(
@@ -64,7 +64,7 @@ def restored(message: Message) -> Message | None:
 
 
 def broker_order(message: Message) -> str | bytes | None:
-    """The `order_hint` of one that was stored without it, as a dead letter is."""
+    """The `order_hint` of a message that was stored without it, as a dead letter is."""
     scheme, _, name = message.source.partition(":")
     if scheme == "kafka":
         return message.record_key
@@ -72,13 +72,13 @@ def broker_order(message: Message) -> str | bytes | None:
 
 
 def pending_of(message: Message) -> Pending | None:
-    """Of a message in our own queue; None when it does not come for a further attempt."""
+    """The pending attempt of a message in our own queue; None if it does not come for a further attempt."""
     origin = _origin(message)
     return None if origin is None else origin.pending
 
 
 def letter_of(message: Message) -> int | None:
-    """The dead letter that a message in our own queue was redriven from."""
+    """The dead letter that a message in our own queue was redriven from; None if it was not."""
     origin = _origin(message)
     return None if origin is None else origin.letter
 
@@ -93,15 +93,15 @@ def _origin(message: Message) -> _Origin | None:
 
 
 def token_of(message: Message) -> bytes | None:
-    """What nobody can guess, and only an accepted message and its record have. None where it has none, or something
-    else under that name."""
+    """The random token that only an accepted message and its record have. None if the header is missing, or no valid
+    token."""
     given = message.headers.get(ACCEPTED)
     token = _from_hex(given.decode("utf-8", "replace") if isinstance(given, bytes) else given)
     return token if token is not None and len(token) == TOKEN_BYTES else None
 
 
 def parent_of(message: Message) -> bytes | None:
-    """The stored key of the saga that began this one. Only a message of a handler's own queue says so."""
+    """The stored key of the saga that began this one. Read only from a message in a handler's own queue."""
     return _from_hex(message.headers.get(PARENT)) if message.source.startswith("postgres:~") else None
 
 

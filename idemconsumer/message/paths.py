@@ -1,7 +1,7 @@
 """JMESPath into a payload as it is on the wire, compiled against the payload's type.
 
-A plain path of names and indexes becomes attribute and item getters, since it is read for every message. Everything
-else is searched in the payload's plain form, within bounds: a search runs Python for each element in the worker's
+A plain path of names and indexes becomes attribute and item getters, since it is read for every message. Any other
+expression is searched in the payload's plain form, within limits: a search runs Python for each element in the worker's
 event loop, and nothing can interrupt it (R25).
 """
 
@@ -38,8 +38,8 @@ MAX_SEARCH_STEPS: Final = 20_000
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A step into a type: what is there, the attribute that it is read by if it is one, and how many names of the path
-    it has used. `sure`: the type shows that it is there, if it is not null."""
+    """One step of a path into a type: the type found, the attribute to read if it is one, and how many names of the
+    path were used. `sure`: the type shows that a value is there, though perhaps null."""
 
     type: types.Type
     attribute: str | None = None
@@ -58,14 +58,13 @@ _OF_SEVERAL: Final = ("or_expression", "and_expression", "not_expression", "comp
 
 
 class ByAttribute:
-    """In place of a payload's type that is known at run time only: getters take attributes, or items of a mapping."""
+    """Stands for a payload type that is known only at run time: getters take attributes, or items of a mapping."""
 
 
 def compile_path(expression: str, payload_type: Any, *, handler: str, option: str) -> Read:
-    """Compile `expression` into a function of (message, payload), whose values are in the form that they have on the
-    wire. Absent and null are both None.
+    """Compile `expression` into a function of (message, payload) that returns values in their form on the wire.
 
-    Raises HandlerError where the payload's type shows that the path cannot be there.
+    Absent and null are both None. Raises HandlerError if the payload's type shows that the path cannot exist.
     """
     try:
         compiled = jmespath.compile(expression)
@@ -97,20 +96,21 @@ def compile_path(expression: str, payload_type: Any, *, handler: str, option: st
 
 
 def is_sure(expression: str, payload_type: Any) -> bool:
-    """Whether the payload's type shows that what a valid path names is there, or tells nothing, as `dict` does."""
+    """Whether the payload's type shows that every path in a valid expression is there. True also for a type that shows
+    no fields, such as `dict`."""
     root = _type_info(payload_type)
     if isinstance(root, types.AnyType | types.DictType):
         return True
     try:
         begun = _paths_of(jmespath.compile(expression).parsed)
         return all(step.sure for names in begun for step in _resolve(names, root))
-    except _NoSuchField:  # in an alternative of the expression's own, `a || b`
+    except _NoSuchField:  # in one alternative of an expression such as `a || b`
         return False
 
 
 # ---------------------------------------------------------------------------------------------- the getters
 def _follow(names: Sequence[str | int]) -> Read:
-    """Where the type does not tell: in what the decoder has made."""
+    """A getter where the type shows nothing: looks each name up in the decoded value."""
 
     def read(_: Message, payload: object) -> object:
         for name in names:
@@ -126,7 +126,7 @@ def _attributes(names: Sequence[str]) -> Read:
     def read(_: Message, payload: object) -> object:
         try:
             return get(payload)
-        except AttributeError:  # an optional object on the way is None
+        except AttributeError:  # an optional object on the path is None
             return None
 
     return read
@@ -146,8 +146,8 @@ def _by_attribute(names: Sequence[str | int]) -> Read:
 
 
 def _exact(read: Read, parsed: Mapping[str, Any]) -> Read:
-    """In the form that it has on the wire, and numbers with all their digits: of two that differ in the 17th, floats
-    would make one."""
+    """Return values in their form on the wire, and numbers with all their digits: as floats, two numbers that differ in
+    the 17th digit would be equal."""
 
     def exact(message: Message, payload: object) -> object:
         value = read(message, payload)
@@ -164,7 +164,7 @@ def _exact(read: Read, parsed: Mapping[str, Any]) -> Read:
 
 
 def _sent(message: Message, parsed: Mapping[str, Any]) -> object:
-    """What stands there in the body; None where that takes too long to find (R25)."""
+    """The value of the expression in the body itself; None if finding it would take too long (R25)."""
     if len(message.body) > MAX_SEARCHED_BYTES:
         return None
     try:
@@ -204,7 +204,7 @@ class _TooLong(Exception):
 
 
 class _Search(TreeInterpreter):
-    """One search, which ends after a number of steps. Each of these is at most linear in what it looks at."""
+    """One search, which ends after a limited number of steps. Each is at most linear in the value that it reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def _leading_steps(node: Mapping[str, Any]) -> tuple[list[str | int], bool]:
     match node["type"]:
         case "field" | "index":
             return [node["value"]], True
-        case "identity":  # before an index that the expression begins with
+        case "identity":  # before an index at the start of the expression
             return [], True
         case "subexpression" | "index_expression":
             names: list[str | int] = []
@@ -240,7 +240,7 @@ def _leading_steps(node: Mapping[str, Any]) -> tuple[list[str | int], bool]:
 
 
 def _paths_of(node: Mapping[str, Any]) -> Iterator[list[str | int]]:
-    """The beginnings of all paths from the payload itself that an expression has in it."""
+    """The beginning of each path in an expression that starts at the payload itself."""
     if node["type"].endswith(_OF_SEVERAL):
         for child in node["children"]:
             yield from _paths_of(child)
@@ -249,7 +249,7 @@ def _paths_of(node: Mapping[str, Any]) -> Iterator[list[str | int]]:
 
 
 def _check_functions(node: Mapping[str, Any], expression: str, handler: str, option: str) -> None:
-    # JMESPath looks functions up when it runs: without this every single message would become a dead letter.
+    # JMESPath looks functions up at run time: without this check every message would become a dead letter.
     if node["type"] == "function_expression" and node["value"] not in Functions.FUNCTION_TABLE:
         raise HandlerError(
             handler,
@@ -263,7 +263,8 @@ def _check_functions(node: Mapping[str, Any], expression: str, handler: str, opt
 
 # ------------------------------------------------------------------------------------------------- the type
 def _type_info(annotation: Any) -> types.Type:
-    """What the decoder makes of it. Of what pydantic reads one level, since its types may contain themselves."""
+    """The type that the decoder produces. A type that pydantic reads is resolved one level deep, since it may contain
+    itself."""
     annotation = models.bare(annotation)
     if annotation is object:
         return types.AnyType()
@@ -271,7 +272,7 @@ def _type_info(annotation: Any) -> types.Type:
         return _validated(annotation)
     try:
         return types.type_info(annotation)
-    except TypeError:  # msgspec does not know it: nothing can be checked before there is a payload
+    except TypeError:  # msgspec does not know the type: nothing can be checked before there is a payload
         return types.AnyType()
 
 
@@ -343,7 +344,7 @@ def _named(node: types.Type, names: Sequence[str | int]) -> _Found:
 
 
 def _in_one_of(members: Sequence[types.Type], names: Sequence[str | int]) -> _Found:
-    """Which of them it is, only the value tells. One at least has to have the field."""
+    """A step into a union: only the value decides which member it is. At least one member must have the field."""
     if len(members) == 1:
         return _step(members[0], names)
     known: list[str] = []
@@ -362,7 +363,7 @@ def _in_one_of(members: Sequence[types.Type], names: Sequence[str | int]) -> _Fo
 
 
 def _fields(node: types.Type) -> Iterator[tuple[models.Wire, _Found]]:
-    """The fields of an object type, by where they are on the wire."""
+    """The fields of an object type, by their place on the wire."""
     if isinstance(node, types.CustomType):
         by_name = models.is_typed_dict(get_origin(node.cls) or node.cls)
         for wire, attribute, annotation in models.places(node.cls):

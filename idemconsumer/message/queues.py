@@ -17,19 +17,22 @@ DEDUPLICATION_ID: Final = "MessageDeduplicationId"
 """The header with the deduplication id of a message received from a FIFO queue."""
 
 TOKEN: Final = re.compile(r"[!-~]{1,128}", re.ASCII)
-"""What SQS takes for a group, or for a deduplication id."""
+"""What SQS accepts as a group or as a deduplication id."""
 
 _NAME: Final = r"(?P<name>[A-Za-z0-9_-]{1,80}(\.fifo)?)"
 _PLAIN: Final = re.compile(_NAME)
 _ARN: Final = re.compile(rf"arn:aws[a-z-]*:sqs:(?P<region>[a-z0-9-]+):(?P<account>\d{{12}}):{_NAME}")
 _URL: Final = re.compile(rf"https?://[A-Za-z0-9.:\[\]-]+/(?:[^@?#\s]*/)?{_NAME}")
-# https://docs.aws.amazon.com/general/latest/gr/sqs-service.html, its older form, and that of FIPS.
+# https://docs.aws.amazon.com/general/latest/gr/sqs-service.html, its older form, and the form of FIPS endpoints.
 _AWS: Final = re.compile(r"(?:(?:sqs|sqs-fips)\.([a-z0-9-]+)|([a-z0-9-]+)\.queue)\.amazonaws\.com(?:\.cn)?")
 
 
 @dataclass(frozen=True, slots=True)
 class QueueAddress:
-    """What is known of a queue from how it was written. None: as the credentials and settings say."""
+    """A queue as far as the given text identifies it.
+
+    A field that is None is decided by the credentials and settings.
+    """
 
     given: str
     name: str
@@ -40,7 +43,7 @@ class QueueAddress:
 
 
 def queue_address(given: str) -> QueueAddress | None:
-    """None for a text that cannot be the name, the ARN or the URL of a queue."""
+    """The address in a text; None if it cannot be the name, the ARN or the URL of a queue."""
     if arn := _ARN.fullmatch(given):
         return QueueAddress(given, arn["name"], arn["account"], arn["region"])
     if url := _URL.fullmatch(given):
@@ -57,7 +60,7 @@ def queue_address(given: str) -> QueueAddress | None:
 
 
 def check_group(queue: str, headers: Mapping[str, str | bytes]) -> None:
-    """Raise ConfigurationError for a message that a queue does not take for the sake of its group."""
+    """Raise ConfigurationError for a message that the queue would refuse because of its group."""
     group = headers.get(GROUP)
     if group is None and queue.endswith(".fifo"):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Where a message asks to be answered, and how the requester recognizes the answer."""
+"""Where a message asks to be answered, and how the requester recognises the answer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ SCHEMES: Final = ("kafka", "rabbitmq", "sqs")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`to` is a queue of RabbitMQ or SQS, or a topic of Kafka; the message came from `source`, without its scheme.
-    `correlation` is the request's correlation id, else its message id; None where it has neither. `partition`: of
-    Kafka, where the requester names one."""
+    """Where to send a reply.
+
+    `to` is a RabbitMQ or SQS queue, or a Kafka topic; the message came from `source`, without its scheme. `correlation`
+    is the request's correlation id, else its message id; None if it has neither. `partition`: for Kafka, if the
+    requester names one.
+    """
 
     scheme: str
     source: str
@@ -37,7 +40,7 @@ class Address:
 
 
 def address_of(message: Message) -> Address | None:
-    """None: it asks for no answer."""
+    """The reply address in a message; None if it asks for no answer."""
     scheme, _, source = message.source.partition(":")
     headers = message.headers
     match scheme:
@@ -58,7 +61,7 @@ def address_of(message: Message) -> Address | None:
 
 
 def _partition(given: str | bytes | None) -> int | None:
-    """A number in text, as NestJS writes it, or in four bytes, as Spring does. Digits are text."""
+    """A number as text, as NestJS writes it, or in four bytes, as Spring does. Digits count as text."""
     raw = given.encode() if isinstance(given, str) else given
     if raw is None:
         return None

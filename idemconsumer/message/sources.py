@@ -13,8 +13,8 @@ from idemconsumer.redaction import redact
 SCHEMES: Final = ("kafka", "rabbitmq", "sqs", "postgres", "memory")
 MAX_QUEUE_NAME: Final = 255  # bytes, in AMQP
 _PATTERN: Final = re.compile(r"kafka:/(.+)/", re.DOTALL)  # no topic's name has a slash
-_UNUSABLE: Final = re.compile("[\0\ud800-\udfff]")  # AMQP takes no surrogate, Postgres no NUL
-_TOPIC: Final = re.compile(r"(?!\.{1,2}\Z)[a-zA-Z0-9._-]{1,249}")  # others Kafka refuses, and the client waits for
+_UNUSABLE: Final = re.compile("[\0\ud800-\udfff]")  # AMQP takes no surrogates, Postgres no NUL
+_TOPIC: Final = re.compile(r"(?!\.{1,2}\Z)[a-zA-Z0-9._-]{1,249}")  # Kafka refuses others, and the client waits for them
 
 
 LONGEST: Final = 1_000  # bytes, as in migrations/0002: it has to fit into a row of an index
@@ -22,7 +22,7 @@ _SHOWN: Final = 60
 
 
 class BadSource(ValueError):
-    """A text that names no source: what is wrong with it, and what to write instead."""
+    """A text that is not a valid source: what is wrong with it, and what to write instead."""
 
     def __init__(self, problem: str, instead: str) -> None:
         super().__init__(f"{problem}; {instead}")
@@ -62,12 +62,13 @@ def split_source(source: object) -> tuple[str, str]:
 
 
 def is_pattern(source: str) -> bool:
-    """Whether it stands for all topics of Kafka that it matches: `kafka:/regular expression/`."""
+    """Whether it stands for all Kafka topics that it matches: `kafka:/regular expression/`."""
     return _PATTERN.fullmatch(source) is not None
 
 
 def consumes(source: str, other: str) -> bool:
-    """Whether messages of the source `other` come from `source`: the same, or a pattern that matches its whole name."""
+    """Whether messages of the source `other` come from `source`: it is the same, or a pattern that matches its whole
+    name."""
     return source == other or (
         is_pattern(source)
         and other.startswith("kafka:")
@@ -96,10 +97,11 @@ def _write(scheme: str) -> str:
 
 
 def own_source(app: str, handler: str) -> str:
-    """The queue in Postgres that belongs to a handler."""
+    """The Postgres queue that belongs to a handler."""
     return f"postgres:~{app}/{handler}"
 
 
 def retry_source(app: str, handler: str) -> str:
-    """Another one, for messages that come once more later. Workers that do not know them never see it (D18)."""
+    """The handler's second queue, for messages whose next attempt is due later. Workers that do not know it never read
+    it (D18)."""
     return f"postgres:~~{app}/{handler}"

@@ -1,4 +1,4 @@
-"""What a running worker reports: log lines, numbers, and whether it is alive.
+"""What a running worker reports: log lines, metrics, and whether it is alive.
 
 Decides nothing.
 """

@@ -1,7 +1,7 @@
-"""What a worker has done so far, in plain numbers that only grow; and what a launcher makes of those of many workers.
+"""What a worker has done so far, in plain numbers that only grow, and the sums that a launcher makes of many workers.
 
 Counting decides nothing (O11). A group is counted at once, not message by message, and nothing here waits. Labels are
-names from code and configuration: handlers, sources, outcomes, reasons. Keys, tenants and texts of errors are none.
+names from code and configuration: handlers, sources, outcomes, reasons; never keys, tenants or error texts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _kind = attrgetter("kind")
 
 
 class Histogram(msgspec.Struct, array_like=True):
-    """How often a value fell into each bucket, and the sum of the values. A worker says all of its own each second, of
-    each handler, so what is known or nought is left out."""
+    """How often a value fell into each bucket, and the sum of the values. A worker reports all its histograms each
+    second, for each handler, so fixed bounds and empty counts are left out."""
 
     bounds: ClassVar[tuple[float, ...]]
 
@@ -44,8 +44,8 @@ class Histogram(msgspec.Struct, array_like=True):
         self.sum += value * times
 
     def update(self, other: Histogram) -> None:
-        """As a `Counter` does."""
-        if len(other.counts) == len(self.bounds) + 1:  # else it has none, or is of another version
+        """Add the other histogram, as `Counter.update` does."""
+        if len(other.counts) == len(self.bounds) + 1:  # else it is empty, or from another version
             self.counts = [mine + theirs for mine, theirs in zip(self.buckets, other.counts, strict=True)]
             self.sum += other.sum
 
@@ -59,12 +59,12 @@ class Messages(Histogram, array_like=True):
 
 
 class HandlerCounts(msgspec.Struct, array_like=True):
-    """Of one handler.
+    """The counts of one handler.
 
-    `deliveries` by source; `outcomes` of deliveries by their kind: one that is tried again has several; `letters` are
-    the dead letters by reason. `handling` has the seconds that the function took for a message: of a group, each
-    message counts with the mean. `groups` has the seconds of a group with its claim and its commit, and `sizes` how
-    many messages ran in one transaction. Of a saga a group is an attempt.
+    `deliveries` is by source. `outcomes` is by kind; a delivery that is tried again has several. `letters` counts dead
+    letters by reason. `handling` has the seconds that the function took for a message; in a group, each message counts
+    with the mean. `groups` has the seconds of a group with its claim and its commit, and `sizes` how many messages ran
+    in one transaction. For a saga, an attempt counts as a group.
     """
 
     deliveries: Counter[str] = msgspec.field(default_factory=Counter)
@@ -75,12 +75,12 @@ class HandlerCounts(msgspec.Struct, array_like=True):
     sizes: Messages = msgspec.field(default_factory=Messages)
 
     def ended(self, outcomes: Sequence[Outcome]) -> None:
-        """Deliveries came to these outcomes."""
+        """Count the outcomes of deliveries."""
         before = self._put_aside
         self.outcomes.update(map(_kind, outcomes))
         if self._put_aside > before:
             aside = (each for each in outcomes if each.kind in _PUT_ASIDE)
-            # What comes under a dead key has its letter already (O6).
+            # A duplicate of a dead key has its dead letter already (O6).
             self.letters.update(each.reason for each in aside if each.reason is not None and each.letter is None)
 
     @property
@@ -88,7 +88,7 @@ class HandlerCounts(msgspec.Struct, array_like=True):
         return sum(self.outcomes[kind] for kind in _PUT_ASIDE)
 
     def handled(self, messages: int, seconds: float) -> None:
-        """The function ran for so many new messages of one transaction, and took so long for all of them."""
+        """The function ran for `messages` new messages of one transaction, and took `seconds` for all of them."""
         if messages:
             self.handling.observe(seconds / messages, messages)
             self.sizes.observe(messages)
@@ -99,8 +99,11 @@ class HandlerCounts(msgspec.Struct, array_like=True):
 
 
 class Counts(msgspec.Struct):
-    """Of one process, by handler; or of many, added up. `pruned`: records that it has deleted. `relayed`: outgoing
-    messages that their brokers have confirmed, by destination, and `parked` those that these refuse."""
+    """The counts of one process, by handler, or the sum of many processes.
+
+    `pruned` is the number of records that were deleted. `relayed` counts outgoing messages that their brokers have
+    confirmed, by destination, and `parked` those that they refused for good.
+    """
 
     handlers: dict[str, HandlerCounts] = msgspec.field(default_factory=dict)
     pruned: int = 0
@@ -121,7 +124,7 @@ class Counts(msgspec.Struct):
 
     @property
     def outcomes(self) -> Mapping[str, int]:
-        """Of all handlers together."""
+        """The outcomes of all handlers together."""
         both = Counter[str]()
         for counts in self.handlers.values():
             both.update(counts.outcomes)

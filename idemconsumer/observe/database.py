@@ -1,4 +1,4 @@
-"""What only the database knows: queues, retries, sagas, dead letters, leases. Asked by the launcher alone (O11)."""
+"""Figures that only the database has: queues, retries, sagas, dead letters, leases. Read by the launcher (O11)."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from idemconsumer.sql.connecting import OwnCursor, connect_async
 from idemconsumer.sql.queries import load
 from idemconsumer.user_code.cancellation import end
 
-AGAIN: Final = 15.0  # seconds between two looks
-_REST: Final = 19.0  # times as long as a look took: a twentieth of one connection's time
-DEADLINE: Final = 3.0  # seconds that a scrape waits for a look
-# enable_seqscan: letters are counted in an index, and an empty queue in no table full of another one's messages.
+AGAIN: Final = 15.0  # seconds between two measurements
+_REST: Final = 19.0  # times as long as a measurement took: together a twentieth of one connection's time
+DEADLINE: Final = 3.0  # seconds that a scrape waits for the database
+# enable_seqscan: dead letters are counted in an index, and an empty queue not by scanning a table full of others'
+# messages.
 _SETTINGS: Final = {"enable_seqscan": "off", "statement_timeout": "5s", "lock_timeout": "1s"}
-_PATIENCE: Final = 7.0  # R20
+_PATIENCE: Final = 7.0  # seconds to wait for an answer (R20: every wait for the database has an end)
 _SCHEME: Final = "postgres:"
-RETRIES: Final = f"{_SCHEME}~~"  # begins what `message.sources.retry_source` makes
-_MOST: Final = 100_000  # messages of a destination that are counted
+RETRIES: Final = f"{_SCHEME}~~"  # prefix of what `message.sources.retry_source` makes
+_MOST: Final = 100_000  # messages of a destination that are counted at most
 
-Figures: TypeAlias = dict[str, dict[tuple[str, ...], float]]  # by metric and values of its labels
+Figures: TypeAlias = dict[str, dict[tuple[str, ...], float]]  # by metric and label values
 
 
 class DatabaseLook:
-    """One connection, opened at the first look, with a deadline for everything. Not for two event loops.
+    """Measures over one connection, opened at the first call, with a deadline for everything. For one event loop only.
 
-    Whether it answers is asked in each look (O33), and has nothing to do with how long it takes to measure.
+    Each call checks whether the database answers (O33), independently of how long measuring takes.
     """
 
     def __init__(self, dsn: str, schema: str) -> None:
@@ -46,16 +47,16 @@ class DatabaseLook:
         self._looking: asyncio.Task[None] | None = None
         self._next = 0.0
         self._failing = False
-        self._heard, self._took = -math.inf, 0.0  # when the server last said anything; for an answer to nothing
+        self._heard, self._took = -math.inf, 0.0  # when the server last answered; how long an empty statement took
 
     @property
     def answer(self) -> float | None:
-        """How many seconds the server took of late for an answer to nothing; None: it is silent, or away."""
+        """How many seconds the server recently took for an empty statement; None if it is silent or unreachable."""
         return self._took if time.monotonic() - self._heard < _PATIENCE else None
 
     async def look(self, sources: Iterable[str]) -> Figures | None:
-        """What was found of late; None when the database does not answer in time. `sources`: those in Postgres are
-        measured."""
+        """The latest figures; None when the database does not answer in time. Those of `sources` that are in Postgres
+        are measured."""
         if self._looking is None:
             names = [each.removeprefix(_SCHEME) for each in sources if each.startswith(_SCHEME)]
             self._looking = asyncio.create_task(self._look(names))
@@ -68,7 +69,7 @@ class DatabaseLook:
         await self._leave()
 
     async def _look(self, names: list[str]) -> None:
-        """Not cut short by a scrape that does not wait for it: the server would go on, and be asked again."""
+        """Measure. Not cancelled when a scrape stops waiting: the server would go on, and be asked again."""
         began = time.monotonic()
         try:
             connection = await self._connected()
@@ -92,14 +93,14 @@ class DatabaseLook:
                 log.info("database metrics available again")
                 self._failing = False
         finally:
-            if math.isinf(self._next):  # it was measured, or has refused that
+            if math.isinf(self._next):  # it was measured, or the server refused that
                 now = time.monotonic()
                 self._next = now + max(AGAIN, _REST * (now - began))
             self._looking = None
 
     async def _read(self, names: list[str]) -> Figures:
-        """Each metric of `texts.STORED`, if only with no value. With what waits in our queues, which others know of
-        their sources: `lag_messages` and `lag_seconds`."""
+        """The figures of each metric in `texts.STORED`, even if it has no value. Also `lag_messages` and `lag_seconds`
+        of the Postgres queues; for other sources the workers report these."""
         found: Figures = {name: {} for name in (*STORED, "lag_messages", "lag_seconds")}
         for name, number, seconds, later in await self._rows("measure_queues", {"names": names}):
             source, oldest = f"{_SCHEME}{name}", seconds if number else 0.0

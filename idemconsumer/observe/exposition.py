@@ -1,4 +1,4 @@
-"""The numbers in Prometheus's text format. This module and `request_metrics` alone know its client library."""
+"""The metrics in Prometheus's text format. Only this module and `request_metrics` use its client library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Labels = tuple[str, ...]
 Samples = Iterable[tuple[Labels, float]]
 T = TypeVar("T")
 
-# There from the beginning (O31); the others are not outcomes of deliveries.
+# Exported from the start (O31: an increase from nothing is none); the others are not outcomes of deliveries.
 _OUTCOMES: Final = {str(kind): 0 for kind in OutcomeKind if kind not in (OutcomeKind.UNKNOWN, OutcomeKind.ABSENT)}
 _LETTERS: Final = dict.fromkeys(REASONS, 0)
 _LANES: Final[Mapping[str, Callable[[Sequence[HandlerState]], float]]] = {
@@ -47,16 +47,18 @@ _POOLS: Final[Mapping[str, Callable[[PoolState], int]]] = {
 def exposition(
     crew: Fleet, found: Figures | None, certificates: Mapping[str, str] | None = None, *, answer: float | None = None
 ) -> bytes:
-    """All that is known. `found`: None when the database did not tell it, and then what only it knows is left out;
-    `answer`: as `observe.database.DatabaseLook` has it. `certificates`: the files of ours, by the server that they are
-    for."""
+    """All metrics that are known.
+
+    `found`: None when the database did not answer; its metrics are then left out. `answer`: as in
+    `observe.database.DatabaseLook`. `certificates`: our certificate files, by the server that they are for.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Numbers(crew, found, certificates or {}, answer))
     return generate_latest(registry)
 
 
 class Numbers(Collector):
-    """All families, also those without a sample."""
+    """All metric families, including those without a sample."""
 
     def __init__(
         self, crew: Fleet, found: Figures | None, certificates: Mapping[str, str], answer: float | None
@@ -100,7 +102,7 @@ def _standing(crew: Fleet) -> Iterator[Metric]:
     reports = list(crew.reports)
     handlers = [((crew.app, name), of) for name, of in _gathered(report.handlers for report in reports)]
     yield _gauge("workers", _named(crew.states))
-    # O33: 0, and not left out, while something is away.
+    # O33: exported as 0, not left out, while a server is unreachable.
     yield _gauge("ready", _one(not crew.against_readiness()))
     yield _gauge("source_up", _named({name: up for name, up in crew.up.items() if not name.startswith(RETRIES)}))
     yield _gauge("handler_state", _each(handlers, _states))
@@ -119,14 +121,14 @@ def _states(of: Sequence[HandlerState]) -> Mapping[str, int]:
 
 
 def _lag(crew: Fleet) -> tuple[dict[Labels, float], dict[Labels, float]]:
-    """Messages and seconds of what is not in our queues."""
+    """Messages and seconds of lag of the sources outside Postgres."""
     lags = crew.lag.items()
     seconds: dict[Labels, float] = {(source,): lag.seconds for source, lag in lags if lag.seconds is not None}
     return {(source,): lag.messages for source, lag in lags}, seconds
 
 
 def _gathered(told: Iterable[Mapping[str, T]]) -> list[tuple[str, list[T]]]:
-    """What each has of a name, by that name."""
+    """All values of each name, from all reports, by name."""
     found: dict[str, list[T]] = {}
     for name, its in (pair for each in told for pair in each.items()):
         found.setdefault(name, []).append(its)
@@ -139,12 +141,12 @@ def _one(value: float | None) -> Samples:
 
 
 def _named(values: Mapping[str, float | None]) -> Samples:
-    """One for each name of what is known."""
+    """One sample for each name whose value is known."""
     return [((name,), value) for name, value in values.items() if value is not None]
 
 
 def _each(of: Iterable[tuple[Labels, T]], numbers: Callable[[T], Mapping[str, float]]) -> Samples:
-    """For each of them one for each of its `numbers`, whose name is the last label."""
+    """For each of them, one sample for each of its `numbers`, whose name is the last label."""
     return [((*labels, str(name)), number) for labels, its in of for name, number in numbers(its).items()]
 
 

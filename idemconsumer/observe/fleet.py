@@ -1,4 +1,4 @@
-"""What a launcher knows of its workers. Its totals never go back, whichever of them dies (O11)."""
+"""What a launcher knows about its workers. Its totals never decrease, even when a worker dies (O11)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from idemconsumer.rules.health import Phase, WorkerHealth, against_life, against
 
 @dataclass(slots=True)
 class _Member:
-    """A worker that lives: its last report, and when that came."""
+    """A live worker: its last report, and when that arrived."""
 
     report: Report | None = None
     heard: float = 0.0
 
 
 class Fleet:
-    """The workers of one launcher, by number. `deaths`: how many of them have died, without being asked to end.
+    """The workers of one launcher, by number. `deaths`: how many have ended without being asked to.
 
-    A worker that was killed takes with it what it did after its last report, a second at most: it is counted nowhere,
-    and nothing is counted twice.
+    What a killed worker did after its last report, a second at most, is lost: it is counted nowhere, and nothing is
+    counted twice.
     """
 
     def __init__(self, workers: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,13 +41,13 @@ class Fleet:
         self._members[worker] = _Member()
 
     def told(self, worker: int, line: bytes) -> None:
-        """A line of it. One that cannot be read is that of another version, and changes nothing."""
+        """Take a report of a worker. A line of another version cannot be read, and changes nothing."""
         if (report := decoded(line)) is not None and worker in self._members:
             self._members[worker] = _Member(report, self._clock())
             self.app = report.app
 
     def ended(self, worker: int) -> None:
-        """After its last line."""
+        """Call this after the worker's last line."""
         report = self._members.pop(worker).report
         if report is not None:
             self._gone.add(report.counts)
@@ -55,12 +55,12 @@ class Fleet:
     # ------------------------------------------------------------------------------------------------------------- told
     @property
     def reports(self) -> Iterator[Report]:
-        """The last one of each worker that lives."""
+        """The last report of each live worker."""
         return (each.report for each in self._members.values() if each.report is not None)
 
     @property
     def counts(self) -> Counts:
-        """Of all workers, also of those that have ended."""
+        """The counts of all workers, including those that have ended."""
         counts = Counts()
         for each in (self._gone, *(report.counts for report in self.reports)):
             counts.add(each)
@@ -68,12 +68,13 @@ class Fleet:
 
     @property
     def sources(self) -> list[str]:
-        """All that its workers read."""
+        """All sources that its workers read."""
         return sorted({source for of in self.counts.handlers.values() for source in of.deliveries})
 
     @property
     def lag(self) -> dict[str, Lag]:
-        """By source. Parts add up; of a whole source the larger number counts."""
+        """The lag by source. The lags of partitions add up; if workers report on the whole source, the larger number
+        counts."""
         found: dict[str, Lag] = {}
         for report in self.reports:
             for source, lag in report.lag.items():
@@ -82,15 +83,15 @@ class Fleet:
 
     @property
     def up(self) -> dict[str, bool]:
-        """By source (O33): whether all workers that have begun are connected to it, and there is one."""
+        """By source, whether there is a worker and all that have begun are connected to it (O33)."""
         reports = list(self.reports)
         known = {source: [each.up[source] for each in reports if source in each.up] for source in self.sources}
         return {source: bool(of) and all(of) for source, of in known.items()}
 
     @property
     def states(self) -> dict[str, int]:
-        """How many workers are in each phase; of those that could consume, how many are `waiting` for a server; and how
-        many places are `vacant`, since their worker is to be restarted."""
+        """How many workers are in each phase. Of the consuming ones, those that wait for a server count as `waiting`.
+        `vacant` are the places whose worker has ended."""
         standings = self._standings()
         waiting = sum(each.phase is Phase.CONSUMING and bool(each.lacking) for each in standings)
         number = {str(phase): sum(each.phase is phase for each in standings) for phase in Phase}
@@ -99,11 +100,11 @@ class Fleet:
 
     # ----------------------------------------------------------------------------------------------------------- health
     def against_life(self) -> list[str]:
-        """Why a restart is due; nothing if it is not."""
+        """Why a restart is due; empty if it is not."""
         return against_life(self._standings(), self.given_up)
 
     def against_readiness(self) -> list[str]:
-        """Why not all workers consume; nothing if they do."""
+        """Why not all workers consume; empty if they do."""
         return against_readiness(self._standings(), self.workers, stopping=self.stopping)
 
     def _standings(self) -> list[WorkerHealth]:

@@ -1,7 +1,7 @@
-"""Logging of a worker process: one stream, one format, for our events and for those of every library.
+"""Logging of a worker process: one stream and one format, for our events and for those of every library.
 
-Never shown: payloads, the local variables of a traceback, which may hold one, passwords of addresses, and what
-Postgres quotes of rows. Keys are shown as the first 12 hex digits of their digest.
+Never shown: payloads, the local variables of a traceback, which may hold one, passwords in addresses, and rows that
+Postgres quotes. Keys are shown as the first 12 hex digits of their digest.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from idemconsumer.redaction import SHOWN, is_of_database, redact, traceback_text
 if TYPE_CHECKING:
     from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
 
-# These log the same thing hundreds of times while a server is down; our adapters log it once. Not below WARNING at
-# debug either: there botocore writes each request with its body and the session token, aiormq each frame.
+# These log the same error hundreds of times while a server is down; our adapters log it once. Not below WARNING even at
+# debug level: there botocore writes each request with its body and the session token, and aiormq each frame.
 _LOUD = ("aiokafka", "aio_pika", "aiormq", "pamqp", "aiobotocore", "botocore")
-# Never shown, not even at debug: its pool quotes addresses and statements, and is noisy.
+# Never shown, not even at debug level: its pool quotes addresses and statements, and is noisy.
 _SILENT = ("psycopg", "psycopg.pool")
 
 
 def configure(log_format: str, level: str, stream: TextIO | None = None, *, app: bool = True) -> None:
-    """Send the standard library's logging, and so our events, to `stream` (default stderr); and those of structlog, for
-    an `app` that uses it. A launcher has none, and imports structlog with its first line, when its worker has
-    begun (P10).
+    """Send the standard library's logging, and with it our events, to `stream` (default stderr).
 
-    `auto` is `console` on a terminal, else `json`, one object a line. If the application configures
-    logging at its import, that comes later and wins. The values are those of the settings.
+    For an `app`, structlog's events too, in case the app uses it. A launcher has no app, and imports structlog only
+    with its first line, when its worker has started (P10). `auto` means `console` on a terminal, else `json`, one
+    object per line. If the application configures logging at its import, that comes later and wins. The values are
+    those of the settings.
     """
     stream = stream or sys.stderr
     number = logging.getLevelNamesMapping()[level.upper()]
@@ -52,7 +52,7 @@ def configure(log_format: str, level: str, stream: TextIO | None = None, *, app:
         logging.getLogger(name).setLevel(logging.WARNING if level == "debug" else logging.CRITICAL)
     for name in _SILENT:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    # What Python itself would write to stderr: several lines, with the DETAIL of a database error in them.
+    # Python itself would write these to stderr: several lines, with the DETAIL of a database error in them.
     logging.captureWarnings(True)
     sys.excepthook = lambda _, error, __: log.critical("uncaught exception", exc_info=error)
     sys.unraisablehook = _log_ignored
@@ -77,12 +77,13 @@ def _configure_structlog(number: int, stream: TextIO, *, console: bool) -> None:
 
 
 def keep_enabled() -> None:
-    """After the app was imported: its `dictConfig` switches off every logger that it does not name."""
+    """Undo what the app's import may have done: `dictConfig` disables every logger that it does not name."""
     logging.getLogger("idemconsumer").disabled = False
 
 
 def log_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An event loop's exception handler. Its own logs the repr of the task, and so the text of the exception."""
+    """An event loop's exception handler. The default one logs the repr of the task, and with it the text of the
+    exception."""
     task = context.get("task") or context.get("future")
     name = task.get_name() if isinstance(task, asyncio.Task) else None
     error = context.get("exception")
@@ -102,7 +103,7 @@ def is_console(log_format: str, stream: TextIO) -> bool:
 
 class _Lines(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the standard library's
-        """Of a call with the wrong arguments Python would print twenty lines, with these in them."""
+        """Log a call with wrong arguments in one line. Python would print twenty lines, with the arguments in them."""
         if not isinstance(error := sys.exc_info()[1], OSError) and not self.stream.closed:
             with suppress(Exception):
                 place = f"{record.filename}:{record.lineno} {record.funcName}"
@@ -112,7 +113,7 @@ class _Lines(logging.StreamHandler[TextIO]):
 
 
 class _Formatter(logging.Formatter):
-    """A record of any logger, rendered as the events of structlog are."""
+    """Renders a record of any logger as the events of structlog are rendered."""
 
     def __init__(self, *, console: bool, colors: bool) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ def _json(event: Any, **_: Any) -> str:
 
 
 def _with_worker(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    # Read each time: the parent of several workers has none, and names the worker that an event is about.
+    # Read each time: the parent of several workers has no number, and names the worker that an event is about.
     if (worker := os.environ.get("IDEMCONSUMER_WORKER")) is not None:
         event.setdefault("worker", int(worker))
     return event

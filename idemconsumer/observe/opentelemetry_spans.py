@@ -1,7 +1,7 @@
-"""Spans of OpenTelemetry, by its semantic conventions for messaging. The only module that knows its library.
+"""OpenTelemetry spans, by its semantic conventions for messaging. Only this module uses its library.
 
-Shown are names from code and configuration, and types of errors. Never shown: bodies, headers, tenants, texts of
-errors, ids of messages and record keys, which may be keys; of a stored key as much as in the log.
+Shown are names from code and configuration, and types of errors. Never shown: bodies, headers, tenants, error texts,
+and message ids and record keys, which may be keys. A stored key is shortened as in the log.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from idemconsumer.rules.values import Outcome, OutcomeKind
 
 T = TypeVar("T")
 
-_SYSTEMS: Final = {"sqs": "aws_sqs", "postgres": "postgresql"}  # where the conventions have another name than we
-_BAGGAGE: Final = "baggage"  # goes with a trace, and is none
+_SYSTEMS: Final = {"sqs": "aws_sqs", "postgres": "postgresql"}  # where the conventions use another name than ours
+_BAGGAGE: Final = "baggage"  # travels with a trace, but identifies none
 _KEY_DIGITS: Final = 12
 
 _now: Final[ContextVar[_Processing | None]] = ContextVar("idemconsumer_processing", default=None)
 
 
 class OpenTelemetry(Tracing):
-    """The spans go to the tracer provider that the program has set, now or later."""
+    """Sends the spans to the tracer provider that the program has set, now or later."""
 
     def __init__(self) -> None:
         self._tracer = trace.get_tracer("idemconsumer")
@@ -77,8 +77,8 @@ class OpenTelemetry(Tracing):
 
 
 class _Current:
-    """A span that is the current one from its beginning to its end. What fails in it, or in what the program has put
-    into OpenTelemetry, fails no message (O20)."""
+    """A span that is the current one during the block. An error in it, or in what the program has plugged into
+    OpenTelemetry, fails no message (O20)."""
 
     def __init__(self, span: Span | None) -> None:
         self._span = span
@@ -87,7 +87,7 @@ class _Current:
         self._attributes: dict[str, Any] = {}
 
     def failed(self, error_type: str) -> None:
-        """The first one is kept."""
+        """Record an error; the first one is kept."""
         self._failed = self._failed or error_type
 
     def __enter__(self) -> Self:
@@ -116,7 +116,8 @@ class _Current:
 
 
 class _Processing(_Current, Processing):
-    """`its`: what its steps say of it. `runs`: how many transactions have run handlers."""
+    """The processing of messages. `its`: attributes that its steps get too. `runs`: how many transactions have run
+    handlers."""
 
     def __init__(self, span: Span | None, its: Mapping[str, Any]) -> None:
         super().__init__(span)
@@ -154,7 +155,8 @@ class _Request(_Current, Requested):
 
 
 def _error_type(outcome: Outcome) -> str | None:
-    """Of a failure that no exception has told, or none that may be shown. Of a dead letter `error` is a text."""
+    """The type of a failure without an exception, or without one that may be shown. For a dead letter, `error` is a
+    text."""
     match outcome.kind:
         case OutcomeKind.RETRYING:
             return outcome.error
@@ -181,7 +183,7 @@ def _described(messages: Sequence[Message], group: str, key: bytes) -> tuple[str
     if len(messages) > 1:
         its["messaging.batch.message_count"] = len(messages)
         return name, its
-    if key:  # else it cannot be read
+    if key:  # else the message cannot be read
         its["idemconsumer.key"] = key.hex()[:_KEY_DIGITS]
     if first.partition is not None and first.offset is not None:
         its |= {"messaging.destination.partition.id": str(first.partition), "messaging.kafka.offset": first.offset}
@@ -189,7 +191,7 @@ def _described(messages: Sequence[Message], group: str, key: bytes) -> tuple[str
 
 
 def _links(messages: Sequence[Message]) -> Iterator[Link]:
-    """One to each producer's span: those of one batch often have the same."""
+    """A link to each producer's span; messages of one batch often have the same."""
     fields = propagate.get_global_textmap().fields
     carriers = {tuple(each.headers.get(name) for name in fields): each.headers for each in messages if each.headers}
     for carrier in carriers.values():
@@ -222,11 +224,11 @@ def _injected(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in carried.items() if name not in given} | dict(headers)
 
 
-_SAID: Final = set[type[Exception]]()  # once is enough, since it would fail for each group
+_SAID: Final = set[type[Exception]]()  # error types that were logged: once is enough, since each group would fail again
 
 
 def _safely(act: Callable[[], T]) -> T | None:
-    """None if it raises: propagators, samplers and processors are the program's own (O20)."""
+    """The result of `act`; None if it raises: propagators, samplers and processors are the program's own code (O20)."""
     try:
         return act()
     except Exception as error:  # noqa: BLE001

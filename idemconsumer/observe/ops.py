@@ -1,4 +1,4 @@
-"""What a launcher answers over HTTP: /metrics, /livez and /readyz. GET only, one answer for each connection."""
+"""A launcher's HTTP endpoints: /metrics, /livez and /readyz. GET only, one answer per connection."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from idemconsumer.observe.database import DatabaseLook
 from idemconsumer.observe.fleet import Fleet
 from idemconsumer.settings import Settings
 
-_PATIENCE: Final = 10.0  # seconds for one request and its answer; a look at the database has less
+_PATIENCE: Final = 10.0  # seconds for one request and its answer; waiting for the database takes less
 _MOST: Final = 16 * 1024  # bytes of a request
 _JSON: Final = "application/json"
 _LACKS: Final = "needs prometheus-client: pip install 'idemconsumer[metrics]'"
@@ -29,9 +29,10 @@ Answer = tuple[HTTPStatus, str, bytes]
 
 
 class Ops:
-    """Of one launcher. Only `/metrics` asks the database, and has its answer, without the database's part, in any case.
+    """The HTTP endpoints of one launcher.
 
-    It alone needs the library for metrics, and is 501 without it (O29).
+    Only `/metrics` queries the database, and it answers without the database's part if that does not answer. Only
+    `/metrics` needs the metrics library, and answers 501 without it (O29).
     """
 
     def __init__(self, crew: Fleet, settings: Settings) -> None:
@@ -43,7 +44,7 @@ class Ops:
 
     @asynccontextmanager
     async def serving(self, host: str, port: int) -> AsyncIterator[None]:
-        """Meanwhile. ConfigurationError where nobody can listen."""
+        """Serve during the block. Raises ConfigurationError if the address cannot be listened on."""
         try:
             server = await asyncio.start_server(self._connected, host, port, limit=_MOST)
         except OSError as error:
@@ -85,7 +86,7 @@ class Ops:
     async def _metrics(self) -> Answer:
         if find_spec("prometheus_client") is None:
             return HTTPStatus.NOT_IMPLEMENTED, _JSON, msgspec.json.encode({"error": _LACKS}) + b"\n"
-        # In a thread: it takes a while, and the workers' pipes are read in this one.
+        # In a thread: the import takes a while, and the workers' pipes are read in this one.
         module = await asyncio.to_thread(import_module, "idemconsumer.observe.exposition")
         found = None if self._database is None else await self._database.look(self._crew.sources)
         answer = None if self._database is None else self._database.answer

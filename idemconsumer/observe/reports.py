@@ -1,4 +1,4 @@
-"""What a worker tells its launcher about itself: all that it has counted, and how it stands."""
+"""What a worker reports to its launcher: everything that it has counted, and its state."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from idemconsumer.rules.health import Phase
 
 
 class HandlerState(msgspec.Struct, array_like=True):
-    """Of one handler, now. `waiting`: deliveries in its waiting room, the oldest for `oldest` seconds; `held_up`: by
-    what it is (O34)."""
+    """The state of one handler now. `waiting`: deliveries in its waiting room, the oldest for `oldest` seconds;
+    `held_up`: what holds it up (O34)."""
 
     lanes: int
     busy: int
@@ -23,7 +23,7 @@ class HandlerState(msgspec.Struct, array_like=True):
 
 
 class PoolState(msgspec.Struct):
-    """Connections in use, how many there may be, and who waits for one."""
+    """Connections in use, how many there may be, and how many callers wait for one."""
 
     used: int
     most: int
@@ -31,11 +31,10 @@ class PoolState(msgspec.Struct):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """Of one worker. Times are seconds.
+    """The report of one worker. Times are seconds.
 
-    `patience`, `stalled` and `lacking` are those of `rules.health.Standing`. `lag` and `up`, whether it has a session
-    now, are by source. What is not there
-    (yet) is left out.
+    `patience`, `stalled` and `lacking` are those of `rules.health.Standing`. By source: `lag`, and `up`, whether the
+    worker has a session now. Values that do not exist (yet) are left out.
     """
 
     app: str
@@ -53,12 +52,12 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def encoded(report: Report) -> bytes:
-    """In one line."""
+    """The report, in one line."""
     return msgspec.json.encode(report)
 
 
 def decoded(line: bytes) -> Report | None:
-    """None for a line of another version."""
+    """The report in this line; None for a line of another version."""
     try:
         return msgspec.json.decode(line, type=Report, dec_hook=_counter)
     except msgspec.DecodeError:

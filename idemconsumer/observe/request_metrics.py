@@ -1,4 +1,5 @@
-"""The front door's numbers, in a registry that the web service serves itself: it has no launcher to ask processes."""
+"""The front door's metrics, in a registry that the web service serves itself: it has no launcher to collect from
+processes."""
 
 from __future__ import annotations
 
@@ -17,21 +18,21 @@ _TOOK: Final = "http_request_duration_seconds"
 
 
 class RequestNumbers:
-    """Of one registry. Each number is one of Prometheus's own, so where a server has many processes, its client's mode
-    for them adds these up too."""
+    """The metrics of one registry. Each is a metric of prometheus_client, so where a server has many processes, the
+    multiprocess mode of that library adds these up too."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(PREFIX + _NAME, TEXTS[_NAME], LABELS[_NAME], registry=registry)
         self._seconds = Histogram(PREFIX + _TOOK, TEXTS[_TOOK], LABELS[_TOOK], buckets=SECONDS, registry=registry)
 
     def expect(self, app: str, route: str, outcomes: Iterable[str]) -> None:
-        """They are there at 0 (O31)."""
+        """Create the metrics of this route at 0 (O31)."""
         self._seconds.labels(app, route)
         for outcome in outcomes:
             self._requests.labels(app, route, outcome)
 
     def count(self, app: str, route: str, outcome: str, seconds: float | None) -> None:
-        """`seconds`: None for what was refused before its key was looked at."""
+        """Count one request. `seconds`: None for a request that was refused before its key was checked."""
         self._requests.labels(app, route, outcome).inc()
         if seconds is not None:
             self._seconds.labels(app, route).observe(seconds)
@@ -41,8 +42,8 @@ _KNOWN: Final[WeakKeyDictionary[CollectorRegistry, RequestNumbers]] = WeakKeyDic
 
 
 def numbers_in(registry: CollectorRegistry) -> RequestNumbers:
-    """Those of all front doors that count there: a registry takes each name once. Raises ConfigurationError for what is
-    no registry."""
+    """The metrics of all front doors that count in this registry, which accepts each name only once. Raises
+    ConfigurationError for an object that is not a registry."""
     if not isinstance(registry, CollectorRegistry):
         raise ConfigurationError(
             f"Idempotency: `metrics` is a {type(registry).__name__}; write prometheus_client.REGISTRY or another one"

@@ -1,5 +1,4 @@
-"""Lines of the log about what repeats itself: the first of a kind in full, the others summed (O10). The rule is in
-`rules.repeats`."""
+"""Log lines of repeated events: the first of a kind in full, the others summed (O10). The rule: `rules.repeats`."""
 
 from __future__ import annotations
 
@@ -15,15 +14,16 @@ from weakref import WeakSet
 from idemconsumer.logs import log
 from idemconsumer.rules.repeats import Repeats, came
 
-_MOST: Final = 1_000  # kinds; of more, the one that came least lately is forgotten
-_LOOK: Final = 1.0  # seconds between two looks at what is due, while anything is
+_MOST: Final = 1_000  # kinds; beyond that, the kind that occurred least recently is forgotten
+_LOOK: Final = 1.0  # seconds between two checks for lines that are due, while any is pending
 
 Event: TypeAlias = Mapping[str, object]
 
 
 @dataclass(slots=True)
 class _Kind:
-    """`fields` are those of all its events, `last` those of the last one. `first_letter`: of those that are unsaid."""
+    """`fields` are common to all its events, `last` is from the last one. `first_letter`: the first dead letter that is
+    not logged yet."""
 
     level: int
     again: str
@@ -34,19 +34,19 @@ class _Kind:
 
 
 class Summing:
-    """Of one worker, or of one app without. Not for several threads. With `every` nothing is summed."""
+    """Of one worker, or of one app without a worker. Not thread-safe. With `every`, each event is logged."""
 
     def __init__(self, *, every: bool = False) -> None:
         self._every = every
-        self._kinds: dict[tuple[object, ...], _Kind] = {}  # the one that came last is the last
+        self._kinds: dict[tuple[object, ...], _Kind] = {}  # ordered by last occurrence
         self._timer: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
         _ALL.add(self)
 
     def say(
         self, level: int, event: str, again: str, fields: Event, its: Event, error: BaseException | None = None
     ) -> None:
-        """One more `event`. What makes it one of its kind are `fields`, with one line `again` for many; `its` are of
-        this one alone, such as its position. `error` is shown with its traceback."""
+        """Log or count one more `event`. `fields` define its kind; `again` is the line for several of them. `its` are
+        fields of this event alone, such as its position. `error` is logged with its traceback."""
         if self._every:
             log.log(level, event, **{**fields, **its}, exc_info=error)
             return
@@ -66,7 +66,7 @@ class Summing:
             self._look_soon()
 
     def close(self) -> None:
-        """Say what is unsaid."""
+        """Log everything that is pending."""
         if self._timer is not None:
             self._timer[1].cancel()
             self._timer = None
@@ -75,7 +75,7 @@ class Summing:
 
     def _look_soon(self) -> None:
         loop = asyncio.get_running_loop()
-        if self._timer is None or self._timer[0] is not loop:  # a loop that was closed looks no more
+        if self._timer is None or self._timer[0] is not loop:  # a closed loop runs no timer
             self._timer = loop, loop.call_later(_LOOK, self._look)
 
     def _look(self) -> None:
@@ -103,10 +103,10 @@ _ALL: Final[WeakSet[Summing]] = WeakSet()
 
 
 def say_all() -> None:
-    """At the end of the process."""
+    """Log everything that is pending, at the end of the process."""
     for summing in list(_ALL):
         summing.close()
 
 
 atexit.register(say_all)
-os.register_at_fork(after_in_child=_ALL.clear)  # what is unsaid is said by the parent
+os.register_at_fork(after_in_child=_ALL.clear)  # the parent logs what is pending

@@ -1,4 +1,4 @@
-"""What each metric says, for its HELP line and the reference, and its labels, in braces behind its name."""
+"""The text of each metric, for its HELP line and the reference; its labels are in braces after its name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 PREFIX: Final = "idemconsumer_"
-# Asked of the database, by `observe.database`.
+# Read from the database, by `observe.database`.
 _STORED: Final = {
     "sagas{app,handler,state}": "Sagas that have not ended: processing, undoing, or dead, which wait for a person",
     "oldest_saga_seconds{app,handler,state}": "Age of the oldest saga that has not ended",
@@ -39,7 +39,7 @@ _WRITTEN: Final = _STORED | {
     "relayed_messages{destination}": "Outgoing messages that their brokers have confirmed",
     "parked_messages{destination}": "Outgoing messages that their brokers refuse for good, and that wait for a person",
     "worker_deaths": "Workers that ended without a request to stop",
-    # of now
+    # gauges: the state now
     "ready": "Whether all workers consume, as /readyz reports",
     "source_up{source}": "Whether all workers that have begun are connected to the source",
     "handler_state{app,handler,state}": "Workers in which the handler works, or is held up: paused, database_away, "

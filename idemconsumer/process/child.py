@@ -1,8 +1,8 @@
 """One worker process: how it is asked to stop, and how it ends in time.
 
-The environment of a supervised process names the read end of a pipe whose only writer is the parent. End of
-file there means that the parent is gone, however it ended; the worker then drains and leaves, so that none
-outlives a SIGKILL of its launcher.
+The environment of a supervised process names the read end of a pipe whose only writer is the parent. End of file there
+means that the parent has ended, in whatever way; the worker then drains and leaves, so that no worker outlives a
+SIGKILL of its launcher.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from idemconsumer.user_code.cancellation import EXITS
 
 LIFELINE = "IDEMCONSUMER_LIFELINE"  # the pipe's file descriptor, in a child's environment
 WORKER = "IDEMCONSUMER_WORKER"  # the child's index, from 0
-DEV = "IDEMCONSUMER_DEV"  # it serves somebody who develops
+DEV = "IDEMCONSUMER_DEV"  # set while somebody develops
 
-# Seconds. A worker ends its drain by itself at the deadline, and leaves its brokers. One GRACE later it is
-# cancelled as a whole, and one more GRACE later the process exits without it.
+# Seconds. A worker ends its drain by itself at the deadline, and leaves its brokers. One GRACE later the whole worker
+# is cancelled, and one more GRACE later the process exits without waiting for it.
 GRACE = 1.5
 
 # From the parent to its children: stop now. Not a second SIGTERM, since two pending signals of one kind merge into one.
@@ -63,25 +63,25 @@ MEANINGS: Mapping[Exit, str] = {
 
 
 class ChildWorker(Protocol):
-    """What a process needs of the worker it runs."""
+    """What a process needs from the worker that it runs."""
 
     async def run(self) -> None:
-        """Return when drained, or when empty under --until-empty."""
+        """Return when drained, or when every source is empty under --until-empty."""
         ...
 
     def drain(self) -> None: ...
     def abort(self) -> None: ...
     def when_asked(self, leave: Callable[[], None]) -> None:
-        """`leave` is to be called when a person asks this worker to leave (O15)."""
+        """Set the function to call when a person asks this worker to leave (O15)."""
         ...
 
 
 def launch(make: Callable[[], ChildWorker], drain_timeout: float) -> Exit:
     """Run one worker in this process until it is asked to stop; `make` is called inside the loop.
 
-    The first SIGTERM or SIGINT, or the parent's end, asks for a drain. A second one cancels what runs, as a
-    drain beyond its deadline does. What ignores even that (a thread, a handler that swallows its cancellation)
-    ends with the process, 1.5 seconds later; by the store's protocol nothing of it has been committed.
+    The first SIGTERM or SIGINT, or the parent's end, requests a drain. A second one cancels what runs, as a drain
+    beyond its deadline does. Code that ignores even that (a thread, a handler that swallows its cancellation) ends with
+    the process, 1.5 seconds later; by the store's protocol nothing of it has been committed.
     """
     stop = _Stop(drain_timeout)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -100,7 +100,7 @@ def launch(make: Callable[[], ChildWorker], drain_timeout: float) -> Exit:
 
 
 def leave_as_killed(event: str, **more: str) -> NoReturn:
-    """Say why, and end the process at once: what runs is on record, and the launcher starts another one."""
+    """Log the reason and end the process at once: what runs is on record, and the launcher starts another worker."""
     log.critical(event, **more)
     CHANNEL.last_words(", ".join([event, *(f"{name}: {text}" for name, text in more.items())]))
     say_all()
@@ -122,8 +122,11 @@ class _Stop:
         self._timers: list[threading.Timer] = []
 
     def leave_as_killed(self, error: BaseException) -> None:
-        """B18: a task or a callback of user code has ended the loop, and nobody knows of which message. With the lanes
-        cancelled in order, what ran would be given back as if nothing had happened. Killed, it is on record."""
+        """Exit as if killed after a task or callback of user code ended the event loop (B18).
+
+        It is unknown which message started it. If the lanes were cancelled in order, what ran would be returned as if
+        nothing had happened. After a kill it is on record.
+        """
         if self._worker is not None:
             leave_as_killed(
                 "a task or callback ended the event loop, exiting as if killed",
@@ -138,7 +141,7 @@ class _Stop:
         self._worker = make()
         self._worker.when_asked(self._leave_as_asked)
         loop.add_signal_handler(signal.SIGTERM, self._request_drain, "SIGTERM")
-        # Both are removed: they mean nothing to the processes that a handler may start.
+        # Both are removed: they are not meant for processes that a handler may start.
         if (given := os.environ.pop(VARIABLE, None)) is not None:
             CHANNEL.attach(given)
         if (lifeline := os.environ.pop(LIFELINE, None)) is None:
@@ -169,7 +172,8 @@ class _Stop:
             self._request_drain("parent gone")
 
     def _leave_as_asked(self) -> None:
-        """O15: the launcher is told by the exit code, or it would start another one at once."""
+        """Drain at a person's request. The exit code tells the launcher, which would otherwise start another worker at
+        once (O15)."""
         if self._deadline is None:
             self._asked = True
             self._request_drain("asked by a person")
@@ -195,7 +199,7 @@ class _Stop:
             self._worker.abort()
 
     def _exit_after(self, seconds: float) -> None:
-        # A thread, since what keeps the loop from ending may be the loop.
+        # In a thread, since the blocked part may be the loop itself.
         timer = threading.Timer(seconds, os._exit, [Exit.DRAINED if self._asked else Exit.CUT_OFF])
         timer.daemon = True
         timer.start()

@@ -1,4 +1,4 @@
-"""What the service manager is told (sd_notify): that all workers are at work, that it goes on, that it ends.
+"""Notifies the service manager (sd_notify): all workers consume, the program is alive, it stops.
 
 A `Type=notify` unit of systemd names a datagram socket. Without one nothing is sent.
 """
@@ -13,18 +13,19 @@ from collections.abc import Callable, MutableMapping
 from typing import Final
 
 _SOCKET: Final = "NOTIFY_SOCKET"
-_PATIENCE: Final = 1.0  # seconds: the manager may be behind, and yet does not hold up a launcher for long
+_PATIENCE: Final = 1.0  # seconds: the manager may lag behind, but must not hold up a launcher for long
 _WATCHDOG: Final = ("WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class ServiceManager:
-    """That of this process. What it said to us is taken out of `environ`: it is not for the processes we start."""
+    """The service manager of this process. Removes its variables from `environ`, since they are not for child
+    processes."""
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
         self._address = environ.pop(_SOCKET, "")
         microseconds, pid = (environ.pop(name, "") for name in _WATCHDOG)
         mine = pid in ("", str(os.getpid()))
-        self.watched = int(microseconds) / 1e6 if mine and microseconds.isdecimal() else 0.0  # seconds; 0: not at all
+        self.watched = int(microseconds) / 1e6 if mine and microseconds.isdecimal() else 0.0  # seconds; 0: no watchdog
 
     def ready(self) -> None:
         self._send("READY=1")
@@ -33,7 +34,7 @@ class ServiceManager:
         self._send("STOPPING=1")
 
     async def watch(self, well: Callable[[], bool]) -> None:
-        """Until it is cancelled: says twice in the watched time that this program goes on, while that is so (O18)."""
+        """Send the watchdog signal twice in the watched time while `well` is true (O18). Runs until cancelled."""
         while self.watched:
             if well():
                 self._send("WATCHDOG=1")

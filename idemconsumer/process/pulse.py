@@ -1,7 +1,7 @@
-"""A worker's signs of life, and its launcher, which ends it when there are none (L56).
+"""A worker's signs of life, and its launcher, which ends a worker that shows none (L56).
 
-What holds the interpreter's lock, such as a regular expression that does not end, stops every thread of a worker, also
-the one that ends a worker whose event loop stands still. Only another process can notice that.
+Code that holds the interpreter's lock, such as an endless regular expression, stops every thread of a worker, including
+the one that ends a worker with a blocked event loop. Only another process can notice that.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from typing import Final
 from idemconsumer.channel import CHANNEL
 from idemconsumer.user_code.place import place
 
-_BEATS: Final = 10  # in the time that a worker may be silent
+_BEATS: Final = 10  # signs of life within the time that a worker may be silent
 
 
 class Pulse:
-    """Of this process. Without a launcher nothing is written."""
+    """The signs of life of this process. Without a launcher nothing is written."""
 
     def __init__(self) -> None:
         self._stopping = threading.Event()
-        self._unheard = 0  # beats in a row that the event loop has not heard
+        self._unheard = 0  # beats in a row that the event loop has not answered
 
     def begin(self, limit: float, stuck: Callable[[str], None] = lambda _: None) -> None:
-        """From now on the launcher ends this process when it can run no Python for `limit` seconds. `stuck` is called,
-        in a thread, with the place where the running event loop is, when that has stood still for so long."""
+        """From now on the launcher ends this process when it can run no Python code for `limit` seconds.
+
+        `stuck` is called, in a thread, with the line that the running event loop is at, when the loop has been blocked
+        for that long.
+        """
         if CHANNEL.open:
             self._stopping.clear()
             self._unheard = 0
@@ -61,10 +64,10 @@ PULSE: Final = Pulse()
 
 
 class PulseWatch:
-    """Of one worker, in its launcher; `silent` is called, with the seconds, when its time is over: from then on it is
-    `overdue`.
+    """Watches one worker, in its launcher.
 
-    Counted are looks in a row without a sign, and not seconds: of a machine that was suspended one look is missing.
+    When the worker has been silent for too long it is `overdue`, and `silent` is called with the seconds. It counts
+    checks in a row without a sign, not seconds: a machine that was suspended misses only one check.
     """
 
     def __init__(self, silent: Callable[[float], None]) -> None:
@@ -79,7 +82,7 @@ class PulseWatch:
         self._expect(0.0)
 
     def hear(self, limit: float) -> None:
-        """A sign: it may be silent for so many seconds."""
+        """Record a sign of life: the worker may be silent for `limit` seconds now."""
         self._missed = 0
         self._expect(limit)
 

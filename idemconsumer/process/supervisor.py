@@ -1,7 +1,7 @@
-"""The parent: keeps N worker processes alive, stops them together, restarts them when code changes.
+"""The launcher: keeps N worker processes alive, stops them together, restarts them when code changes.
 
-A child is a fresh interpreter, never a fork: a fork copies locks, threads and connections in any state. How a
-child lives and ends is in `child.py`.
+A child is a fresh interpreter, never a fork: a fork would copy locks, threads and connections in any state. `child.py`
+describes how a child lives and ends.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from idemconsumer.user_code.cancellation import end
 if TYPE_CHECKING:
     from idemconsumer.observe.fleet import Fleet
 
-# From the deadline to SIGKILL, which is for a worker that cannot even end itself.
+# Seconds from the deadline to SIGKILL, which is for a worker that cannot even end itself.
 _KILL_AFTER = 2 * GRACE + 1.0
-_FIRST_WORD = 5.0  # how long a usage error waits for worker 0, which is the one that prints it
-_BURIAL = 10.0  # seconds
-_SETTLED = 30.0  # the same, beyond a drain, that the next child waits for a sign of life of the one that was renewed
-_FIRST_PAUSE = 0.5  # of the second crash; after the first one, another worker starts at once
+_FIRST_WORD = 5.0  # seconds that a usage error waits for worker 0, which prints it
+_BURIAL = 10.0  # seconds to leave the consumer groups of a dead worker
+_SETTLED = 30.0  # seconds beyond a drain that a renewal waits for the new child's first sign of life
+_FIRST_PAUSE = 0.5  # seconds, after the second crash; after the first one, the worker is restarted at once
 _LONGEST_PAUSE = 30.0
-_STEADY = 60.0  # a worker that lived this long starts its back-off anew
+_STEADY = 60.0  # seconds of life after which the backoff of a worker starts anew
 _WINDOW = 600.0
 _SIGNALS: Mapping[int, str] = {each.value: each.name for each in signal.Signals}
 
@@ -48,10 +48,10 @@ class Restarts:
 
     limit: int
     crashes: tuple[float, ...] = ()
-    soon: int = 0  # in a row, each after a life that was not steady
+    soon: int = 0  # crashes in a row, each after a life shorter than _STEADY
 
     def crashed(self, now: float, lived: float) -> Restarts:
-        """The state after a crash at `now` of a process that had lived `lived` seconds."""
+        """The state after a crash at `now` of a process that had lived for `lived` seconds."""
         recent = tuple(at for at in self.crashes if now - at < _WINDOW)
         soon = self.soon + 1 if self.crashes and lived < _STEADY else 0
         return Restarts(self.limit, (*recent, now), soon)
@@ -66,21 +66,25 @@ class Restarts:
 
 
 class Supervisor:
-    """Runs `command` `workers` times and keeps it running.
+    """Runs `command` `workers` times and keeps it running. Times are seconds.
 
-    Guaranteed: a stop reaches all children in the same moment and they share one deadline; children end with this
-    process, even when it gets SIGKILL. A child that crashes comes back at once, the next time after 0.5 s, doubling to
-    30 s, and at once again after a life of a minute; more than `max_restarts` crashes of one child in ten minutes end
-    everything, and the last line of the log says how the last one ended. With `changes`, a stream of names of changed
-    files, each one restarts all children, and a crashed child waits for the next one. A child that is silent for longer
-    than it said it would be gets SIGKILL (L56). `execute` is given the consumer groups of a child that has ended, while
-    another takes its place; `prepare` is called in a thread before, once there is one. `crew` is told what the children
-    report; without one they report nothing (O11).
-    A child that left since a person asked for it (O15) has no successor until a SIGHUP, which ends all children and
-    starts others, one after the other (O17). `reread` is called in a thread before, and if it raises ConfigurationError
-    nothing happens. Where stdin is a terminal, SIGHUP ends this process: the terminal is gone. A service
-    manager that the environment names is told when all children are at work, that they go on (O18), and of the stop.
-    Not guaranteed: that grandchildren end. Times are seconds.
+    Guaranteed: a stop reaches all children at the same moment and they share one deadline. Children end with this
+    process, even when it gets SIGKILL. A child that crashes is restarted at once; after the next crash in 0.5 s,
+    doubling to 30 s, and at once again if it lived for a minute. More than `max_restarts` crashes of one child in ten
+    minutes end everything, and the last line of the log says how the last one ended. A child that is silent for longer
+    than it announced gets SIGKILL (L56).
+
+    With `changes`, a stream of names of changed files, each change restarts all children, and a crashed child waits for
+    the next change. `execute` gets the consumer groups of a child that has ended, while another one takes its place;
+    `prepare` is called in a thread before, once a child is in a group. `crew` receives the reports of the children;
+    without it they report nothing (O11).
+
+    A child that left because a person asked for it (O15) has no successor until a SIGHUP, which replaces all children
+    one after the other (O17). `reread` is called in a thread before; if it raises ConfigurationError, nothing is
+    replaced. If stdin is a terminal, SIGHUP ends this process: the terminal is gone. A service manager that the
+    environment names is notified when all children consume, of the stop, and regularly while they live (O18).
+
+    Not guaranteed: that grandchildren end.
     """
 
     def __init__(
@@ -109,23 +113,24 @@ class Supervisor:
         self._prepare = prepare
         self._reread = reread
         self._hangups = asyncio.Event()
-        self._renewed: dict[int, asyncio.Event] = {}  # by place: its child is to be followed by another one
-        self._begun: dict[int, asyncio.Event] = {}  # by place: its child has shown a sign of life
+        self._renewed: dict[int, asyncio.Event] = {}  # by place: set when its child is to be replaced
+        self._begun: dict[int, asyncio.Event] = {}  # by place: set when its child has shown a sign of life
         self._crew = crew
         self._preparing: asyncio.Future[None] | None = None
         self._manager = ServiceManager(self._environment)
-        self._worked: set[int] = set()  # places whose child has been at work
+        self._worked: set[int] = set()  # places whose child has consumed
         self._watches: dict[int, PulseWatch] = {}
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._lifeline = -1
         self._burials: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
-        self._changed = asyncio.Event()  # replaced by each change, so that no child can miss one
+        self._changed = asyncio.Event()  # replaced at each change, so that no child can miss one
         self._code = Exit.DONE
-        self._crashed = ""  # how the worker ended for which everything ends
+        self._crashed = ""  # how the worker ended whose crashes end everything
 
     async def run(self) -> Exit:
-        """Start the children, return when all have ended for good. Takes over SIGINT and SIGTERM."""
+        """Start the children; return when all have ended for good. Handles SIGINT, SIGTERM and, without a terminal,
+        SIGHUP."""
         loop = asyncio.get_running_loop()
         self._lifeline, write_end = os.pipe()
         signals = [signal.SIGINT, signal.SIGTERM]
@@ -171,7 +176,7 @@ class Supervisor:
             self._end(self._children, self._drain_timeout)
 
     def _blame(self, code: Exit) -> None:
-        """The exit code reports the first failure."""
+        """Keep the first failure as the exit code."""
         self._code = self._code or code
 
     def _end(
@@ -180,7 +185,7 @@ class Supervisor:
         seconds: float,
         number: signal.Signals = signal.SIGTERM,
     ) -> None:
-        """One signal to all of them at once; one deadline for all, and SIGKILL for those who miss it."""
+        """Send one signal to all of them at once. They share one deadline, and get SIGKILL if they miss it."""
         targets = dict(children)
         _signal(targets.values(), number)
 
@@ -205,7 +210,7 @@ class Supervisor:
             log.error("file changes are no longer watched", error=str(error))
 
     async def _renew(self) -> None:
-        """After each SIGHUP, one child after the other, each once the one before works (O17)."""
+        """After each SIGHUP, replace one child after the other, each once the new child before it works (O17)."""
         while True:
             await self._hangups.wait()
             self._hangups.clear()
@@ -219,7 +224,7 @@ class Supervisor:
             for index in range(self._workers):
                 if self._stopping.is_set():
                     return
-                if (renewed := self._renewed.get(index)) is None:  # it has found everything empty
+                if (renewed := self._renewed.get(index)) is None:  # its sources were empty, and it has ended
                     continue
                 self._begun[index] = asyncio.Event()
                 renewed.set()
@@ -228,7 +233,7 @@ class Supervisor:
                 await within(self._drain_timeout + _SETTLED, self._begun[index])
 
     async def _keep(self, index: int) -> None:
-        """Keep a child in one worker's place until the place may stay empty."""
+        """Keep a child running in one worker's place until the place may stay empty."""
         restarts = Restarts(self._max_restarts)
         while not self._stopping.is_set():
             changed, renewed = self._changed, asyncio.Event()
@@ -237,7 +242,7 @@ class Supervisor:
             pid, code, words = await self._live(index, changed)
             lived = time.monotonic() - born
             if self._stopping.is_set():
-                # Killed by SIGTERM: it had no signal handler yet, so it had not begun.
+                # Killed by SIGTERM: it had no signal handler yet, so it had not started to work.
                 if code not in (Exit.DONE, Exit.DRAINED, -signal.SIGTERM):
                     self._blame(Exit.ERROR if code == Exit.ERROR else Exit.CUT_OFF)
                 return
@@ -253,7 +258,7 @@ class Supervisor:
                 return
             how = {"signal": _SIGNALS.get(-code, -code)} if code < 0 else {"code": code}
             how |= {"error": words} if words else {}
-            if code != Exit.USAGE:  # then worker 0 has said why, in one line
+            if code != Exit.USAGE:  # worker 0 has logged the reason, in one line
                 log.error("worker died", worker=index, pid=pid, lived=round(lived, 3), **how)
             if self._crew is not None:
                 self._crew.deaths += 1
@@ -261,7 +266,7 @@ class Supervisor:
                 log.info("waiting for a file change", worker=index)
                 await changed.wait()
             elif code == Exit.USAGE:
-                # All of them fail alike, and worker 0 says why: it must not be cut off before it has.
+                # All of them fail alike, and worker 0 logs the reason: it must not be cut off before.
                 if (first := self._children.get(0)) is not None:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(_FIRST_WORD):
@@ -281,8 +286,8 @@ class Supervisor:
                     await within(restarts.pause, self._stopping)
 
     async def _live(self, index: int, changed: asyncio.Event) -> tuple[int, int, str]:
-        """Start a child and wait for its end; returns its pid, its code and its last words."""
-        begun = self._begun.setdefault(index, asyncio.Event())  # this one: another child will have one of its own
+        """Start a child and wait for its end. Returns its pid, its exit code and the reason that it gave."""
+        begun = self._begun.setdefault(index, asyncio.Event())  # this event: the next child gets one of its own
         watch = self._watches[index] = PulseWatch(lambda seconds: self._end_silent(index, seconds))
 
         def told(kind: str, value: bytes) -> None:
@@ -290,7 +295,7 @@ class Supervisor:
                 self._at_work(index, begun)
                 watch.hear(float(value))
             elif kind == "end":
-                watch.hear(0.0)  # one that cannot say anything is not silent
+                watch.hear(0.0)  # a child that announces its end may be silent
             elif kind == "report" and self._crew is not None:
                 self._crew.told(index, value)
             elif kind == "members" and self._prepare is not None and self._preparing is None:
@@ -305,7 +310,7 @@ class Supervisor:
                 | ear.variable(reports=self._crew is not None),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(self._lifeline, ear.theirs),
-                process_group=0,  # the terminal's Ctrl-C is for the parent alone, which passes it on once
+                process_group=0,  # the terminal's Ctrl-C is only for the parent, which passes it on once
             )
         except OSError as error:
             log.error("worker could not start", worker=index, error=str(error))
@@ -319,7 +324,7 @@ class Supervisor:
             self._crew.begun(index)
         try:
             log.info("worker started", worker=index, pid=child.pid)
-            if self._stopping.is_set() or changed.is_set():  # both signal only the children that were there
+            if self._stopping.is_set() or changed.is_set():  # both signal only children that existed then
                 self._end({index: child}, 0.0)
             code = await child.wait()
         finally:
@@ -340,17 +345,17 @@ class Supervisor:
                 self._manager.ready()
 
     def _is_well(self) -> bool:
-        """O18: no child is left that was silent for too long. This one is well, since it says so in its event loop."""
+        """Whether no child has been silent for too long (O18). The launcher is well: its event loop runs this."""
         return not any(watch.overdue for watch in self._watches.values())
 
     def _end_silent(self, index: int, seconds: float) -> None:
-        """L56: only its end counts what ran, and makes room for another worker."""
+        """Kill a silent worker: only its end counts what ran, and makes room for another worker (L56)."""
         if (child := self._children.get(index)) is not None:
             log.error("worker shows no sign of life, killing", worker=index, pid=child.pid, seconds=round(seconds, 1))
             _signal([child], signal.SIGKILL)
 
     async def _bury(self, index: int, executing: Awaitable[None]) -> None:
-        """Beside the start of the next child, which takes longer (K15)."""
+        """Leave the groups of a dead child, beside the start of the next child, which takes longer (K15)."""
         try:
             async with asyncio.timeout(_BURIAL):
                 await executing

@@ -1,4 +1,4 @@
-"""How a user's function is called: bounded in time, cancelled from outside only, and blamed for what it did.
+"""How a user's function is called: limited in time, cancelled only from outside, and blamed only for what it did.
 
-The only room that knows how asyncio counts cancellations. Knows no store, no broker and no rule of a message.
+Only this folder knows how asyncio counts cancellations. Knows no store, no broker and no rule of a message.
 """

@@ -1,4 +1,5 @@
-"""One way to call a user's function, in both modes: limited in time, cancelled only from outside, blamed for itself."""
+"""The one way to call a user's function, in both modes: limited in time, cancelled only from outside, blamed for
+itself."""
 
 from __future__ import annotations
 
@@ -23,35 +24,41 @@ class OpenTransaction(Protocol):
     """An open transaction in which a user's function may run; only the store can seal and commit it."""
 
     def tx(self, habits: Habits | None = None) -> Tx:
-        """A Tx for one handler. Asking for the next one ends this one.
+        """A Tx for one handler. The next call ends this Tx.
 
-        With `habits` statements may be sent ahead (J26). Then what the handler calls, and every method here but
-        `diagnose`, may raise RunEagerly."""
+        With `habits`, statements may be pipelined (J26). Then the handler's calls, and every method here but
+        `diagnose`, may raise RunEagerly.
+        """
 
     def check(self, *, look: bool = False) -> None:
-        """After each handler: raise HandlerFault if it left the transaction failed or a task of its own at work in it,
-        GuardViolated if it ended it, and StoreUnavailable if the connection is known to be gone. `look`: read what the
-        server has sent unasked."""
+        """To be called after each handler.
+
+        Raises HandlerFault if the handler left the transaction failed, or left a task at work in it; GuardViolated if
+        it ended the transaction; StoreUnavailable if the connection is known to be lost. `look`: also read what the
+        server has sent unasked.
+        """
 
     async def restore(self) -> None:
-        """After `check`: undo what the handler may have done to the session beyond this transaction."""
+        """To be called after `check`: undo what the handler may have changed in the session beyond this transaction."""
 
     async def settled(self, *, late: bool) -> None:
-        """The function has failed. Raises RunEagerly if a statement that was sent ahead has failed before that. `late`:
-        its time is over, so what the server still has at work is cancelled, and has failed; and RunEagerly is raised
-        if some of that time went by while it waited for what others had sent."""
+        """To be called when the function has failed. Raises RunEagerly if a pipelined statement had failed before that.
+
+        `late`: its time is over. Then a statement still at work on the server is cancelled and counts as failed, and
+        RunEagerly is raised if part of that time was spent waiting for other messages' pipelined statements.
+        """
 
     async def waits_for_lock(self) -> bool:
-        """Whether the server says, right now, that a statement of the handler waits for a lock. Asked on another
-        connection, within a second; no answer is no."""
+        """Whether the server reports, right now, that a statement of the handler waits for a lock. Asked on another
+        connection, within a second; no answer counts as no."""
 
     def diagnose(self, error: Exception) -> Exception:
-        """The real cause of an error that left a handler: StoreUnavailable, Contention, or the handler's own."""
+        """The real cause of an error that a handler raised: StoreUnavailable, Contention, or the handler's own."""
 
 
 class _Question:
-    """Once the time of `limit` is over: asks the server whether the function waits for a lock, while it still does, and
-    then lets `timer` cut it off (B14)."""
+    """Once the time of `limit` is over, asks the server whether the function waits for a lock, while it still does;
+    then lets `timer` cut the function off (B14: waiting for a lock costs no attempt)."""
 
     __slots__ = ("_asking", "_handle", "_limit", "_opened", "_timer")
 
@@ -78,17 +85,19 @@ class _Question:
 async def call_user_code(
     run: Awaitable[T], limit: TimeLimit, opened: OpenTransaction | None = None, *, forget: bool = True
 ) -> T:
-    """Await a user's function within `limit`. A late result is returned too: `limit.check` finds it (J14). `opened` is
-    the transaction that it runs in. `forget`: a cancellation that it has swallowed is requested no longer.
+    """Await a user's function within `limit`. A late result is returned too, for `limit.check` to refuse (J14).
+
+    `opened` is the transaction that the function runs in. `forget`: withdraw a cancellation that the function has
+    swallowed.
 
     Raises what the function raises, except:
-    * CancelledError if this task was cancelled from outside, also if the function made another error of that (J13);
-      what swallows the cancellation and returns has returned;
-    * the limit's TimeoutError if it was cut off: how far it got is not known then;
-    * SelfCancelled for a CancelledError of its own making;
-    * HandlerFault for anything that is no Exception (B18).
+    - CancelledError if this task was cancelled from outside, even if the function turned that into another error (J13);
+      a function that swallows the cancellation and returns has returned;
+    - the limit's TimeoutError if the function was cut off: how far it got is unknown then;
+    - SelfCancelled for a CancelledError of the function's own;
+    - HandlerFault for anything that is not an Exception (B18).
 
-    An error of ours that it raises is marked as the function's own (B12).
+    An error class of ours that the function raises is marked as the function's own (B12).
     """
     outside = CancellationWatch()
     timer = asyncio.timeout(limit.seconds if opened is None else None)
@@ -110,13 +119,13 @@ async def call_user_code(
             raise asyncio.CancelledError from error
         outside.withdraw()
         if timer.expired() and (isinstance(error, TimeoutError) or from_cancellation(error)):
-            cut = error.__cause__ or error  # its traceback tells where the function was
+            cut = error.__cause__ or error  # its traceback shows where the function was
             raise limit.exceeded().with_traceback(cut.__traceback__) from None
         mark(error)
         raise
     except OfTheEngine:
         raise
-    except BaseException as error:  # else it would end its lane, and so its worker
+    except BaseException as error:  # else it would end its lane, and so the worker
         if (ours := _of_the_engine(error)) is not None:
             raise ours from error
         outside.withdraw()
@@ -129,7 +138,7 @@ async def call_user_code(
 
 
 def _of_the_engine(error: BaseException) -> OfTheEngine | None:
-    """The one that stands in a group, as a TaskGroup raises it."""
+    """The engine's own exception, also inside an exception group such as a TaskGroup raises."""
     if not isinstance(error, BaseExceptionGroup):
         return error if isinstance(error, OfTheEngine) else None
     return next((found for each in error.exceptions if (found := _of_the_engine(each)) is not None), None)
@@ -138,18 +147,18 @@ def _of_the_engine(error: BaseException) -> OfTheEngine | None:
 async def call_in_transaction(
     opened: OpenTransaction, run: Awaitable[Any], limit: TimeLimit, accept: Callable[[Any], R], *, forget: bool = True
 ) -> R:
-    """`call_user_code`, inside a transaction of the store: returns what `accept` makes of the function's value.
+    """`call_user_code` in a transaction of the store. Returns what `accept` makes of the function's value.
 
     `accept` checks the transaction (`opened.check()`) and encodes. An error of either is raised as what it really is:
-    StoreUnavailable, Contention, the limit's TimeoutError, or the function's own. Then the session is made what it was
-    (J21), by the engine: a server that does not answer that is not the function's (B5).
+    StoreUnavailable, Contention, the limit's TimeoutError, or the function's own. After a success the engine restores
+    the session (J21); if the server does not answer that, the function is not to blame (B5).
     """
     try:
         value = await call_user_code(run, limit, opened, forget=forget)
         limit.check()
         accepted = accept(value)
     except Exception as error:
-        await opened.settled(late=limit.over)  # J27
+        await opened.settled(late=limit.over)  # J27: what was pipelined decides nothing
         cause = limit.blame(opened.diagnose(error))
         if limit.locked_out and limit.caused(cause):
             raise Contention("it timed out while waiting for a lock") from error
@@ -166,7 +175,7 @@ async def call_in_transaction(
 
 
 async def without_exit(run: Awaitable[T]) -> T:
-    """As `run`, for a task of its own: there a SystemExit would end the event loop before anybody could catch it."""
+    """As `run`, for a task of its own: there a SystemExit would end the event loop before any caller could catch it."""
     try:
         with forks.never_in_a_child():
             return await run
@@ -175,7 +184,8 @@ async def without_exit(run: Awaitable[T]) -> T:
 
 
 def exit_refused(error: BaseException) -> HandlerFault:
-    """A function that ends the process has failed (B18): else it ends each worker, and nothing counts it."""
+    """The failure of a function that tried to end the process (B18): otherwise it would end each worker, and never be
+    counted."""
     why = (
         "only its launcher ends a worker"
         if isinstance(error, EXITS)
@@ -186,7 +196,7 @@ def exit_refused(error: BaseException) -> HandlerFault:
 
 
 def mark(error: E) -> E:
-    """It left a user's function, whatever its type says (B12)."""
+    """Mark an error class of ours as raised by a user's function, whatever its type says (B12)."""
     if isinstance(error, IdemConsumerError):
         error.by_function = True
     return error

@@ -1,4 +1,4 @@
-"""Cancellation: protecting what it must not cut in half, and finding out where it came from.
+"""Cancellation: protecting operations that must not be cut in half, and finding out where a cancellation came from.
 
 asyncio counts, in `Task.cancelling()`, how often a task's cancellation was requested. User code may raise that count
 for good (before Python 3.13 a TaskGroup with a failed child does) or swallow the request. Only this file reads it.
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 EXITS: Final = (SystemExit, KeyboardInterrupt)  # asyncio lets these end its loop
 _ENDS: Final = (*EXITS, GeneratorExit)
-_AGAIN: Final = 1.0  # seconds that a task has for what it does once it is cancelled, before it is cancelled again
+_AGAIN: Final = 1.0  # seconds that a cancelled task has to clean up before it is cancelled again
 _LEFT_BEHIND: Final[set[asyncio.Task[Any]]] = set()  # else Python would close them, and they would not end then either
 
 
@@ -33,25 +33,26 @@ class CancellationWatch:
 
     @property
     def requested(self) -> bool:
-        """Whether this task's cancellation was requested since then."""
+        """Whether this task's cancellation was requested since this watch was created."""
         return self._task is not None and self._task.cancelling() > self._before
 
     def withdraw(self) -> None:
-        """Set the count back to what it was. What user code did to it ends with the call."""
+        """Set the count back to what it was: what user code did to it ends with the call."""
         task = self._task
         while task is not None and task.cancelling() > self._before:
             task.uncancel()
 
 
 class LateCancellations:
-    """Those that came when what a task awaited had its outcome already. They are raised at what it awaits next."""
+    """Cancellations that arrived when the awaited operation was already decided. They are raised at the task's next
+    await."""
 
     def __init__(self) -> None:
         self._pending: dict[asyncio.Task[Any], tuple[CancellationWatch, asyncio.Handle]] = {}
         self._loop = asyncio.get_running_loop()
 
     def watch(self) -> CancellationWatch:
-        """From now on. If one is pending in this task, it is raised by nobody else, and counts as requested."""
+        """Start a watch. A deferred cancellation of this task is then raised only by it, and counts as requested."""
         task = asyncio.current_task() if self._pending else None
         if task is not None and (pending := self._pending.pop(task, None)) is not None:
             watch, handle = pending
@@ -61,7 +62,7 @@ class LateCancellations:
         return CancellationWatch()
 
     def defer(self, watch: CancellationWatch) -> None:
-        """What `watch` has seen is raised later, unless it is withdrawn, as by the end of a TaskGroup."""
+        """Raise later the cancellation that `watch` has seen, unless it is withdrawn, as by the end of a TaskGroup."""
         if watch.requested and (task := asyncio.current_task()) is not None:
             self._pending[task] = watch, self._loop.call_soon(self._raise, task)
 
@@ -79,14 +80,14 @@ def being_cancelled() -> bool:
 
 
 def ends_this_task(error: BaseException) -> bool:
-    """Whether an exception that a library has raised is for whoever runs it: this task is being cancelled, or the
-    process ends. Any other one says nothing but that the call has failed, also a CancelledError of its own."""
+    """Whether an exception that a library raised must be passed on: this task is being cancelled, or the process ends.
+    Any other exception means only that the call has failed, even a CancelledError of the library's own."""
     return isinstance(error, _ENDS) or (isinstance(error, asyncio.CancelledError) and being_cancelled())
 
 
 async def until_done(*futures: asyncio.Future[Any]) -> None:
-    """Return once one of them is, however it has ended. A cancellation is the caller's alone. `asyncio.wait` does the
-    same and takes three times as long."""
+    """Return once one of the futures is done, however it ended. CancelledError is raised only for a cancellation of the
+    caller. `asyncio.wait` does the same and takes three times as long."""
     for future in futures:
         if future.done():
             return
@@ -107,10 +108,11 @@ def _wake(waiter: asyncio.Future[None], _: object) -> None:
 
 
 async def uninterrupted(act: Coroutine[Any, Any, T], *, hurry: Callable[[], None] | None = None) -> T:
-    """Run `act` to its end, then let a cancellation pass. `hurry` is called when a cancellation has to wait.
+    """Run `act` to its end, then raise a cancellation that came meanwhile.
 
-    `asyncio.shield` would return at once while the act goes on. The separate task also serves what begins after the
-    cancellation: the store gives no connection to a task that is being cancelled.
+    `hurry` is called when a cancellation has to wait. `asyncio.shield` would return at once while the act goes on. The
+    separate task also serves operations that begin after the cancellation: the store gives no connection to a task that
+    is being cancelled.
     """
     task = asyncio.create_task(act)
     if (cancelled := await _outlive(hurry, task)) is not None:
@@ -120,7 +122,8 @@ async def uninterrupted(act: Coroutine[Any, Any, T], *, hurry: Callable[[], None
 
 
 async def _outlive(told: Callable[[], object] | None, *futures: asyncio.Future[Any]) -> asyncio.CancelledError | None:
-    """Return once one of them is done. The last cancellation of the caller meanwhile; `told` is called at each."""
+    """Return once one of the futures is done, with the last cancellation of the caller meanwhile; `told` is called at
+    each."""
     cancelled: asyncio.CancelledError | None = None
     while not any(future.done() for future in futures):
         try:
@@ -133,10 +136,10 @@ async def _outlive(told: Callable[[], object] | None, *futures: asyncio.Future[A
 
 
 async def end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel our own tasks, and wait until they have ended. One that goes on all the same is cancelled again (D24).
+    """Cancel our own tasks, and wait until they have ended. A task that goes on all the same is cancelled again (D24).
 
-    Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes with what it waits for, and psycopg and its
-    pool wait by it. A cancellation of the caller is passed on at once, and raised in the end.
+    Before Python 3.12 `asyncio.wait_for` swallows a cancellation that arrives together with its result, and psycopg and
+    its pool use it. A cancellation of the caller is passed on at once, and raised in the end.
     """
     cancelled: asyncio.CancelledError | None = None
     while going := [task for task in tasks if not task.done()]:
@@ -153,7 +156,7 @@ async def end(*tasks: asyncio.Future[Any]) -> None:
 
 
 def retrieve(task: asyncio.Future[Any]) -> None:
-    """Of one that has ended, perhaps while nobody waits for it any more: Python need not log its error."""
+    """Retrieve the error of a task that has ended, perhaps with no task waiting, so that Python does not log it."""
     if not task.cancelled():
         task.exception()
 
@@ -164,11 +167,11 @@ async def run_isolated(
     leave: asyncio.Future[None] | None = None,
     cancelling: Callable[[], None] | None = None,
 ) -> tuple[Any, BaseException | None]:
-    """Run user code in a task of its own: what it returned, or what it raised.
+    """Run user code in a task of its own. Returns what it returned, and what it raised.
 
-    What it does to its task ends with it (B10). A cancellation of the caller is passed on, and is raised whatever the
-    user code does with it; `cancelling` is called then. A CancelledError that came from inside is returned as
-    SelfCancelled, and so is the end of one that was left behind since `leave` was done.
+    What it does to its task ends with it (B10). A cancellation of the caller is passed on, `cancelling` is called, and
+    the cancellation is raised whatever the user code does with it. A CancelledError that came from inside is returned
+    as SelfCancelled. So is the result of a task that still ran when `leave` was done.
     """
     task = asyncio.create_task(run)
 
@@ -188,16 +191,16 @@ async def run_isolated(
 
 
 def leave_behind(task: asyncio.Future[Any]) -> None:
-    """A task that does not end though it was cancelled: the loop, when it is closed, is not to wait for it either."""
+    """Abandon a task that does not end though it was cancelled: the loop, when it is closed, must not wait for it
+    either."""
     if isinstance(task, asyncio.Task):
         _LEFT_BEHIND.add(task)
         asyncio.tasks._unregister_task(task)
 
 
 async def run_mortal(run: Coroutine[Any, Any, T], grace: float, left: Callable[[], None]) -> T:
-    """Run user code in a task of its own, which is left behind if it has not ended `grace` seconds after it was
-    cancelled (L34); `left` is told. What swallows its cancellation and returns in time has returned.
-    """
+    """Run user code in a task of its own, which is abandoned if it has not ended `grace` seconds after it was cancelled
+    (L34). `left` is called then. Code that swallows its cancellation and returns in time has returned."""
     task, now = asyncio.create_task(run), asyncio.get_running_loop().time
     cancelled: asyncio.CancelledError | None = None
     deadline = math.inf
@@ -216,8 +219,8 @@ async def run_mortal(run: Coroutine[Any, Any, T], grace: float, left: Callable[[
 
 
 async def run_on(work: Coroutine[Any, Any, None], what: str) -> None:
-    """Run one part of a worker. A TaskGroup ignores a task that was cancelled, and the other parts would go on without
-    this one (D9)."""
+    """Run one part of a worker. Raises RuntimeError if the part was cancelled from inside: a TaskGroup ignores a
+    cancelled task, and the other parts would go on without this one (D9)."""
     task = asyncio.create_task(work)
     try:
         await asyncio.wait([task])
@@ -229,7 +232,7 @@ async def run_on(work: Coroutine[Any, Any, None], what: str) -> None:
 
 
 async def isolated(run: Coroutine[Any, Any, T]) -> T:
-    """As `run_isolated`, raising what the user code raised."""
+    """As `run_isolated`, but raises what the user code raised."""
     value, error = await run_isolated(run)
     if error is not None:
         raise error

@@ -1,7 +1,7 @@
-"""Which task did a handler leave running, with something of its run in its hands?
+"""Finds a task that a handler left running and that still refers to an object of its run.
 
-Looked for only when that something is still referenced after the handler has returned, so it may take a while. A task
-that holds nothing of the run is its author's own business: a client's reader, say, that was started by its first use.
+Searched for only when such an object is still referenced after the handler has returned, so it may take a while. A task
+that refers to nothing of the run is left alone: for example a client's reader that the first use started.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from typing import Any, Final
 
 _RUN: Final[ContextVar[int]] = ContextVar("idemconsumer_run")
 _NUMBERS: Final = count()
-_FAR: Final = 20_000  # objects looked at for each task
+_FAR: Final = 20_000  # objects inspected per task
 
 
 class Everybodys:
-    """A base class for what all runs share, such as a cache: it leads to nothing of one run, and may be large."""
+    """A base class for objects that all runs share, such as a cache: they refer to nothing of one run, and may be
+    large."""
 
 
 def begin_run() -> int:
-    """The number of a run. Tasks that are made from now on, in this one, are known by it."""
+    """Begin a run; returns its number. Tasks that are created in this context from now on are recognised by it."""
     number = next(_NUMBERS)
     _RUN.set(number)
     return number
 
 
 def left_running(run: int, *things: object) -> asyncio.Task[Any] | None:
-    """A task made in this run that is not done and refers to one of `things`."""
+    """A task created in this run that is not done and refers to one of `things`."""
     wanted = {id(thing) for thing in things if thing is not None}
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         if _made_in(task, run) and _reaches(task, wanted):
@@ -39,7 +40,7 @@ def left_running(run: int, *things: object) -> asyncio.Task[Any] | None:
 
 
 def name_of(task: asyncio.Task[Any]) -> str:
-    """What its author knows it by."""
+    """The task's name and coroutine, by which its author knows it."""
     return f"{task.get_name()!r} ({getattr(task.get_coro(), '__qualname__', 'unknown')})"
 
 
@@ -49,7 +50,7 @@ def _made_in(task: asyncio.Task[Any], run: int) -> bool:
 
 
 def _reaches(task: asyncio.Task[Any], wanted: set[int]) -> bool:
-    """Through its coroutine, those it awaits, their variables, and what these are made of."""
+    """Whether the task refers to them: through its coroutine, those it awaits, their variables and their parts."""
     level: list[object] = [task.get_coro()]
     seen: set[int] = set()
     while level and len(seen) < _FAR:
@@ -64,9 +65,9 @@ def _reaches(task: asyncio.Task[Any], wanted: set[int]) -> bool:
     return False
 
 
-# What these refer to is no run's alone.
+# What these refer to belongs to no single run.
 _ELSEWHERE: Final = (Everybodys, type, ModuleType, Context, asyncio.AbstractEventLoop, asyncio.Task)
-# Where OpenTelemetry has a provider, FastAPI keeps what an endpoint was given, to tell of it.
+# With an OpenTelemetry provider, FastAPI keeps an endpoint's arguments, to report them.
 _TELEMETRY: Final = "fastapi.telemetry"
 
 
@@ -75,6 +76,6 @@ def _is_elsewhere(each: object) -> bool:
 
 
 def _parts(each: object) -> list[object]:
-    if isinstance(each, FunctionType):  # its globals are everybody's
+    if isinstance(each, FunctionType):  # its globals are shared by all
         return [*(each.__closure__ or ()), *(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()]
     return gc.get_referents(each)

@@ -6,7 +6,7 @@ import sys
 
 
 def place(thread: int) -> str:
-    """Its innermost line."""
+    """The innermost line that the thread is at."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "unknown"

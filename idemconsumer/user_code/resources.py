@@ -107,7 +107,8 @@ class Resources:
 
 
 def _first(generator: AsyncIterator[Any]) -> Awaitable[Any]:
-    """Unknown to the event loop, which would end it beside those that use it; `close` ends it after them (O26)."""
+    """Start the generator without the event loop's knowledge: the loop would end it at the same time as the code that
+    uses it, while `close` ends it after that (O26)."""
     hooks = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(firstiter=None)
     try:

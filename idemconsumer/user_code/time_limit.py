@@ -9,9 +9,10 @@ from idemconsumer.errors import ServerSilent, StoreUnavailable, TransactionEnded
 
 
 class TimeLimit:
-    """Starts when it is created. Times are seconds.
+    """The time limit of one call, from its creation on. Times are seconds.
 
-    `lease` is for what runs inside a transaction of a saga: the server ends one that has been idle for that long (L5).
+    `lease` is for a function inside a transaction of a saga: the server ends a transaction that was idle for that long
+    (L5).
     """
 
     __slots__ = ("_alone", "_end", "_error", "_lease", "_timeout", "cut_off", "locked_out", "seconds")
@@ -22,7 +23,7 @@ class TimeLimit:
         self._lease = math.inf if lease is None else lease
         self.seconds = min(timeout, self._lease)
         self.cut_off = False  # by the loop's timer, which may be a moment ahead of our clock
-        self.locked_out = False  # the server said that the function waited for a lock when its time was over (B14)
+        self.locked_out = False  # when its time was over, the server reported that the function waited for a lock (B14)
         self._end = time.monotonic() + self.seconds  # uvloop's own clock stands still while a function computes
         self._error: TimeoutError | None = None
 
@@ -31,13 +32,13 @@ class TimeLimit:
         return self.cut_off or time.monotonic() >= self._end
 
     def check(self) -> None:
-        """Raise TimeoutError if time is up: the function swallowed its cancellation, or computed and never let the loop
-        cancel it. Called before COMMIT, so that nothing has happened."""
+        """Raise TimeoutError if the time is over: the function swallowed its cancellation, or blocked the loop. Called
+        before COMMIT, so that nothing has happened."""
         if self.over:
             raise self.exceeded()
 
     def exceeded(self) -> TimeoutError:
-        """The error of this limit, always the same one."""
+        """The error of this limit, always the same object."""
         if self._error is None:
             self._error = TimeoutError(
                 f"did not end within its timeout of {self._timeout:g} s; raise `timeout`, or do less in one transaction"
@@ -48,14 +49,16 @@ class TimeLimit:
         return self._error
 
     def caused(self, error: BaseException) -> bool:
-        """Whether `error` is ours, so that it is not known how far the function got."""
+        """Whether `error` is this limit's, so that it is unknown how far the function got."""
         return error is self._error
 
     def blame(self, error: Exception) -> Exception:
-        """A transaction that is gone because the function took too long is the function's failure, and no outage.
+        """The error to report for `error`.
 
-        A saga's function has its transaction to itself, so it let it idle. In a group a neighbour may have done so:
-        there a function is blamed only for its own time (G14). A server that says nothing is nobody's fault (R20).
+        A transaction that is gone because the function took too long is the function's failure, not an outage. A saga's
+        function has its transaction to itself, so an idle timeout is its own. In a group another message may have
+        caused it: there a function is blamed only for its own time (G14). If the server is silent, nobody is to blame
+        (R20).
         """
         if isinstance(error, ServerSilent):
             return error

@@ -1,4 +1,4 @@
 """One worker process: feeds bring deliveries, lanes run them, a drain ends it in order.
 
-Owns what the process has in hand. Decides nothing about a message: the engines and the rules do.
+Keeps the messages that the process has in flight. Decides nothing about a message: the engines and the rules do.
 """

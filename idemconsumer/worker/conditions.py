@@ -1,4 +1,4 @@
-"""What holds up each handler of a worker now: the one place that knows, for its launcher and for its record (O34)."""
+"""What holds up each handler of a worker now: determined only here, for launcher and worker record (O34)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from idemconsumer.worker.lanes import Lanes
 
 
 class Conditions:
-    """Of one worker."""
+    """The conditions of one worker's handlers."""
 
     def __init__(self, feeds: Sequence[Feed], lanes: Lanes, lock_waits: LockWaits) -> None:
         self._feeds = feeds
@@ -24,7 +24,8 @@ class Conditions:
         away = {
             source: seconds for feed in self._feeds if (seconds := feed.away) is not None for source in feed.sources
         }
-        database = in_hand.outage.seconds or away.get(handler.retry_source)  # a lane has noticed it, or its own queue
+        # Noticed by a lane, or by the session of the handler's own queue.
+        database = in_hand.outage.seconds or away.get(handler.retry_source)
         given = {each.source for each in handler.subscriptions if database is None or each.scheme != "postgres"}
         holder, waits = self._lock_waits.of(name)
         found = conditions(

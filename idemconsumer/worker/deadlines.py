@@ -1,5 +1,5 @@
-"""What was accepted and has not begun in time is rejected (H44), unless its handler's reconcile knows better (H47).
-Several workers may sweep: each row is one's."""
+"""Rejects accepted messages that have not started in time (H44), unless the handler's reconcile decides otherwise
+(H47). Several workers may sweep at the same time: each row is handled by one of them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from idemconsumer.user_code.cancellation import isolated, uninterrupted
 from idemconsumer.user_code.time_limit import TimeLimit
 from idemconsumer.worker.outage import said_by_lanes
 
-_SWEEP: Final = 5.0  # seconds between two looks
+_SWEEP: Final = 5.0  # seconds between two sweeps
 _TOGETHER: Final = 200
-_BEYOND: Final = 30.0  # seconds beyond its time limit until somebody else asks about what a sweeper has taken
+_BEYOND: Final = 30.0  # seconds beyond the reconcile's time limit until another sweeper may ask about a row
 _Answer: TypeAlias = Done[object] | NotDone | Unknown
 _REJECTION: Final = codecs.encode_rejection(NOT_IN_TIME, None, NOT_IN_TIME_STATUS)
 
 
 class Deadlines:
-    """Sweeps for the handlers that have a `max_age`."""
+    """Sweeps the accepted messages of the handlers that have a `max_age`."""
 
     def __init__(self, pool: Pool, handlers: Sequence[BoundHandler]) -> None:
         self._pool = pool
@@ -49,7 +49,7 @@ class Deadlines:
         self._taken = max((each.options.timeout for each in self._asked.values()), default=0.0) + _BEYOND
 
     async def run(self) -> None:
-        """Until it is cancelled. An outage only delays it."""
+        """Run until cancelled. An outage only delays it."""
         sweeps = [sweep for sweep, has in ((self._sweep_all, self._names), (self._ask_all, self._asked)) if has]
         duties = [Duty(sweep, _SWEEP, spread=True, failed=_say_failed, quiet=_quiet) for sweep in sweeps]
         await asyncio.gather(*(duty.run() for duty in duties))
@@ -70,15 +70,15 @@ class Deadlines:
         return ended
 
     async def ask(self) -> bytes | None:
-        """Ask about one of those that are too late, whose key it is; None: there is none. Raises StoreUnavailable,
-        CommitUnknown and Contention: it is asked about again then."""
+        """Ask the reconcile of one overdue message; returns its key, or None if there is none. Raises StoreUnavailable,
+        CommitUnknown and Contention: the message is asked about again later."""
         if (taken := await take_overdue(self._pool, list(self._asked), self._taken)) is None:
             return None
         if not taken.waits:
             return taken.key
         handler = self._asked[taken.name]
-        nobody = taken.message is None  # it was accepted when there was nobody to ask
-        if nobody or taken.failed > handler.options.max_attempts:  # or each one that asked has died of it
+        nobody = taken.message is None  # it was accepted when the handler had no reconcile
+        if nobody or taken.failed > handler.options.max_attempts:  # or every process that asked died of it
             await self._reject(handler, taken, _REJECTION)
             return taken.key
         try:
@@ -90,7 +90,7 @@ class Deadlines:
             await self._failed(handler, taken, error)
         except Retry as retry:
             await self._later(handler, taken, retry)
-        except NotReadNow as not_now:  # its decode= (D26)
+        except NotReadNow as not_now:  # raised by its decode= (D26: a message that cannot be read now has not failed)
             await self._later(handler, taken, not_now.error if isinstance(not_now.error, Retry) else None)
         except Exception as error:  # noqa: BLE001 - of the user's function
             await self._failed(handler, taken, error)
@@ -104,11 +104,14 @@ class Deadlines:
         return taken.key
 
     async def _answer(self, handler: BoundHandler, taken: Overdue) -> _Answer | StoredResult | None:
-        """What the reconcile says, or the rejection that it raises. Where it is done that is committed, with what the
-        function wrote; else nothing is. None: somebody has it in hand, or it has ended."""
+        """The answer of the reconcile, or the rejection that it raises.
+
+        If the answer is Done, it is committed together with the function's writes; otherwise nothing is. Returns None
+        if a worker has the message in flight, or it has ended.
+        """
         assert taken.message is not None
         call = await reading.read(handler, taken.message)
-        PARTY.set(handler.name)  # its function takes its time, and a connection (D13)
+        PARTY.set(handler.name)  # its function takes time and a connection (D13: each handler has a share of the pool)
         async with asking(self._pool, taken) as claims:
             if claims is None:
                 return None
@@ -143,7 +146,7 @@ class Deadlines:
             await self._reject(handler, taken, _REJECTION)
 
     async def _uncount(self, taken: Overdue) -> None:
-        """It has not failed: it was not asked about, or the worker or the database went away."""
+        """Take back the counted failure: the message was not asked about, or the worker or the database went away."""
         with suppress(StoreUnavailable):
             await uninterrupted(ask_later(self._pool, taken, self._taken, taken.failed - 1))
 
@@ -153,7 +156,8 @@ class Deadlines:
         after = handler.options.backoff.delay(taken.asked, random.random())
         if retry is not None and retry.after is not None:
             after = retry_delay(retry.after, handler.name)
-        await ask_later(self._pool, taken, max(after, _SWEEP), failed)  # else it would be asked without a pause
+        # At least _SWEEP, or the message would be asked about without a pause.
+        await ask_later(self._pool, taken, max(after, _SWEEP), failed)
 
     async def _reject(self, handler: BoundHandler, taken: Overdue, rejection: StoredResult) -> None:
         if await reject(self._pool, [taken.key], rejection, asked=taken.asked):
@@ -161,7 +165,7 @@ class Deadlines:
 
 
 def _quiet(error: BaseException) -> bool:
-    """What is committed is found as it is."""
+    """Errors not to log: an interrupted statement may have committed, and the next sweep sees its result."""
     return said_by_lanes(error) or isinstance(error, Interrupted)
 
 

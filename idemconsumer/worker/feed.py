@@ -1,4 +1,4 @@
-"""A feed: one session after another, and what happens to each of their deliveries."""
+"""A feed: one session after another, and the way of each of their deliveries to a lane."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from idemconsumer.worker.lanes import Lanes
 from idemconsumer.worker.readings import Readings
 from idemconsumer.worker.source_findings import warn_of_sources
 
-_TOGETHER: Final = 64  # new deliveries that are decoded before the lanes go on
-_LONGEST_POLL: Final = 60.0  # seconds: more than any server is waited for in one (O12)
+_TOGETHER: Final = 64  # new deliveries that are decoded before the lanes get a turn
+_LONGEST_POLL: Final = 60.0  # seconds: longer than the timeout of any server request in a poll (O12)
 
 
 class _Kind(Enum):
     NEW = "new"
-    SUSPECT = "suspect"  # it may have killed a worker, perhaps while that read it
+    SUSPECT = "suspect"  # it may have killed a worker, perhaps while that decoded it
     TAKE_OVER = "take over"
 
 
@@ -85,18 +85,19 @@ class Feed:
         for source, handler in self._handlers.items():
             self._in_hand.counts.of(handler.name).deliveries[source] += 0
         self._dispatching = asyncio.Lock()
-        self._intake: Intake | None = None  # of the session
-        self._readings: Readings | None = None  # of the session
-        self._counted = 0  # of what is being read: how many would count as delivered if they were given back
+        self._intake: Intake | None = None  # of the current session
+        self._readings: Readings | None = None  # of the current session
+        self._counted = 0  # of the deliveries being read, how many would count as delivered if they were returned
         self._late: asyncio.Task[None] | None = None
-        # By queue: the reading of its suspects, behind which all else of it waits, and no other queue. Elsewhere few
-        # sources share a session, and a rebalance of Kafka happens in a fetch, which is to come after the reading.
+        # By queue: the task that reads its suspects. Everything else of that queue waits for it, and no other queue
+        # does (D13). With other brokers few sources share a session, and Kafka rebalances within a fetch, which has to
+        # come after the reading.
         self._apart = all(each.scheme == "postgres" for each in subscriptions)
         self._lines: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         failures = 0
-        # What the next session that opens is announced with. Of the app's own queues nobody asks.
+        # How to announce the next session that opens. The app's own queues are not announced.
         news = "consuming" if self._given else None
         while not self._draining.is_set():
             try:
@@ -121,20 +122,22 @@ class Feed:
             except SessionEnded as error:
                 if self._draining.is_set():
                     continue
-                # One that ends before anything of it was settled, and soon, is a failure like one that never began.
+                # A session that ends soon, before it settled anything, counts as a failure, like one that did not open.
                 lasted = time.monotonic() - opened > LONGEST
                 failures = 0 if self._in_hand.settled(session) or lasted else failures + 1
                 if failures <= 1:
                     news = "consuming again"
                     log.warning("broker session lost, reconnecting", feed=self.name, error=str(error))
-                await self._close_session()  # a drain has nothing to close then, and must end the reconnecting instead
+                # Before the pause: a drain meanwhile then has no session to close, and ends the reconnecting instead.
+                await self._close_session()
                 await self._pause(failures, counted=session.losses_count)
 
     async def _pause(self, failures: int, *, counted: bool) -> None:
         await within(session_pause(failures, counted=counted, jitter=random.random()), self._draining)
 
     async def _open(self) -> Session:
-        """One that is cut off has the time to undo what it has begun, and is closed if it opens all the same (D24)."""
+        """Open a session. If this is cancelled, the opening gets time to undo what it began, and a session that opens
+        all the same is closed (D24)."""
         opening = asyncio.create_task(self._broker.open(self._subscriptions, self._bounds()))
         try:
             await asyncio.wait([opening])
@@ -145,13 +148,13 @@ class Feed:
         return opening.result()
 
     async def _close_session(self) -> None:
-        """To its end, whatever is cancelled meanwhile (D24)."""
+        """Close the session completely, whatever is cancelled meanwhile (D24)."""
         session, self._session, self._closed_at = self._session, None, time.monotonic()
         if session is not None:
             await uninterrupted(session.close())
 
     async def _consume(self, session: Session) -> None:
-        """Until SessionEnded. Never cancelled in a drain: some clients lose messages when a fetch is."""
+        """Consume until SessionEnded. Never cancelled in a drain: some clients lose messages if a fetch is."""
         readings = self._readings = Readings(
             session,
             self._lanes,
@@ -177,12 +180,12 @@ class Feed:
                 await self._dispatch_fetched(fetched, readings, intake)
                 await self._lanes.give_back()
                 for line in [each for each in self._lines.values() if each.done()]:
-                    line.result()  # a bug there is one of this feed
+                    line.result()  # a bug in such a task is a bug of this feed
                 readings.check()
         except SessionEnded:
             self._polls_since = None
             await readings.end()
-            await asyncio.gather(*self._lines.values())  # they give up what this session had
+            await asyncio.gather(*self._lines.values())  # they give up the deliveries of this session
             raise
         finally:
             await end(*self._lines.values())
@@ -203,7 +206,7 @@ class Feed:
     async def _dispatch_in_line(
         self, kind: _Kind, deliveries: Sequence[Delivery], readings: Readings, intake: Intake
     ) -> None:
-        """The reading of suspects may have to wait for a rival, and then holds up its own queue alone (D13)."""
+        """Reading suspects may have to wait for another process, which then holds up only their own queue (D13)."""
         sources: dict[str, list[Delivery]] = {}
         for delivery in deliveries:
             sources.setdefault(delivery.source or delivery.message.source, []).append(delivery)
@@ -222,7 +225,7 @@ class Feed:
         if (handler := self._handlers.get(source)) is not None:
             of(handler.name).deliveries[source] += len(deliveries)
             return
-        for name in (self._handler_of(each).name for each in deliveries):  # sagas, whose messages came from elsewhere
+        for name in (self._handler_of(each).name for each in deliveries):  # sagas: their messages came from elsewhere
             of(name).deliveries[f"{SCHEME}:{name}"] += 1
 
     def _end_line(self, source: str, line: asyncio.Task[None]) -> None:
@@ -244,9 +247,9 @@ class Feed:
                 while part := list(islice(left, _TOGETHER)):
                     async with self._company.shared():
                         for delivery in part:
-                            if not delivery.epoch.retiring:  # nor is anything of it decoded (K10)
+                            if not delivery.epoch.retiring:  # nothing of a retiring epoch is decoded (K10)
                                 readings.add(self._work(delivery, None), delivery)
-                    await asyncio.sleep(0)  # decoding a large batch must not stop the lanes
+                    await asyncio.sleep(0)  # decoding a large batch must not block the lanes
 
     def _handler_of(self, delivery: Delivery) -> BoundHandler:
         if isinstance(saga := delivery.handle, LeasedSaga):
@@ -256,7 +259,7 @@ class Feed:
     async def _read_on_record(
         self, readings: Readings, deliveries: Sequence[Delivery], refusal: BadMessage | None
     ) -> None:
-        """Decode them, unless they are refused, and give them to their lanes."""
+        """Decode these deliveries, unless they are refused, and give them to their lanes."""
         works = [self._work(delivery, refusal) for delivery in deliveries]
         await readings.first(works)
         for work, delivery in zip(works, deliveries, strict=True):
@@ -273,7 +276,7 @@ class Feed:
                 message, pending, letter = restored(message) or message, pending_of(message), letter_of(message)
             if pending is not None:
                 row, own_id = delivery.handle, pending.own_id
-        elif leased.suspect and leased.attempt > handler.options.max_attempts:  # not decoded: its message may kill
+        elif leased.suspect and leased.attempt > handler.options.max_attempts:  # not decoded: that may kill the worker
             refusal = BadMessage("killed_worker", "no attempt is left")
         return Work.of(
             handler,
@@ -289,7 +292,8 @@ class Feed:
         )
 
     async def _take_over(self, delivery: Delivery, session: Session, handler: BoundHandler) -> None:
-        """Commit here first, then settle: a crash in between leaves a duplicate, which is recognised as one."""
+        """Commit the message here first, then settle it: a crash in between leaves a duplicate, which is recognised as
+        one."""
         while not self._given_up(delivery):
             try:
                 await self._store.take_over(handler.own_source.partition(":")[2], delivery.message)
@@ -304,14 +308,14 @@ class Feed:
     async def warn(self) -> None:
         """Log what its sources would lose, once it has a session (D16)."""
         await self.opened.wait()
-        if self._apart:  # the session itself has asked Postgres all that `check` asks
+        if self._apart:  # opening the session has checked in Postgres all that `check` does
             return
         handlers = {each.name: each for each in self._handlers.values()}
         await warn_of_sources(handlers, self._given, self._broker)
 
     @property
     def _given(self) -> list[Subscription]:
-        """Those that handlers name."""
+        """The subscriptions that handlers name, without the app's own queues."""
         return [each for each in self._subscriptions if not self._is_own(each)]
 
     def _is_own(self, subscription: Subscription) -> bool:
@@ -319,31 +323,31 @@ class Feed:
 
     @property
     def stalled(self) -> float | None:
-        """For how many seconds a poll has not come back, if that is longer than it may take."""
+        """For how many seconds a poll has not returned, if that is longer than it may take; else None."""
         seconds = 0.0 if self._polls_since is None else time.monotonic() - self._polls_since
         return seconds if seconds > _LONGEST_POLL else None
 
     @property
     def sources(self) -> Collection[str]:
-        """All that its sessions are for."""
+        """All sources that its sessions are for."""
         return self._handlers.keys()
 
     @property
     def away(self) -> float | None:
-        """For how many seconds it has had no session whose server answers; None: it has one."""
+        """For how many seconds it has had no session whose server answers; None while it has one."""
         session: object = self._session
         if session is None:
             return time.monotonic() - self._closed_at
         return session.silence if isinstance(session, KnowsSilence) else None
 
     async def lag(self, *, whole: bool) -> Mapping[str, Lag]:
-        """As its session says; nothing without one."""
+        """The lag that its session reports; empty without a session."""
         session: object = self._session
         return await session.lag(whole=whole) if isinstance(session, KnowsLag) else {}
 
     async def idle(self) -> bool:
         try:
-            # What waits to be read is in nobody's hand yet, and was taken out of its queue.
+            # A delivery that waits to be read is in no lane yet, and no longer in its queue.
             idle = self._session is not None and await self._session.idle()
             reading = self._dispatching.locked() or self._lines or (self._readings is not None and self._readings.busy)
             return idle and not reading
@@ -362,19 +366,21 @@ class Feed:
         await readings.give_up(counted=False)
 
     def _given_up(self, delivery: Delivery) -> bool:
-        """Whether it is not to be read any more. What a return would cost a delivery has longer in a drain (D11)."""
+        """Whether a delivery is not to be read any more. In a drain, one whose return would count as a delivery has
+        longer (D11)."""
         epoch = delivery.epoch
         draining = self._in_hand.draining if epoch.returns_count else self._draining.is_set()
         return draining or epoch.retiring
 
     @property
     def reading(self) -> bool:
-        """Whether something has no lane yet that would count as delivered if it was given back (D11)."""
+        """Whether a delivery without a lane yet would count as delivered if it was returned (D11)."""
         late = self._late is not None and not self._late.done()
         return self._counted > 0 or late or (self._readings is not None and self._readings.counted)
 
     async def quiet(self) -> None:
-        """Wait until what was fetched has a lane or was given back. In a drain, once the lanes have finished."""
+        """Wait until every fetched delivery has a lane or was returned. In a drain, call this once the lanes have
+        finished."""
         if self._late is not None:
             await self._late
         async with self._dispatching:
@@ -383,7 +389,7 @@ class Feed:
             await self._readings.give_up()
 
     async def close(self) -> None:
-        """For good. It may have a session, be about to open or to close one, or wait until it tries again."""
+        """Close for good, whether it has a session, is opening or closing one, or waits before it reconnects."""
         try:
             if self._late is not None:
                 await end(self._late)

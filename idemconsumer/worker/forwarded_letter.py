@@ -1,4 +1,4 @@
-"""A dead letter as it is sent to where `dead_letter_to` says (O19)."""
+"""A dead letter as it is sent to the destination in `dead_letter_to` (O19)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _GROUP: Final = "MessageGroupId"
 
 @dataclass(frozen=True, slots=True)
 class ForwardedLetter:
-    """`body` may be the beginning only; `size` and `sha256` are of the whole. `error` is the type of the exception, if
-    one is to blame."""
+    """A stored dead letter. `body` may be only the beginning; `size` and `sha256` are of the whole body. `error` is the
+    type of the exception, if one was the cause."""
 
     id: int
     handler: str
@@ -32,9 +32,8 @@ class ForwardedLetter:
     sha256: bytes
 
     def outgoing(self, number: str, destination: str, *, whole: bool) -> Outgoing:
-        """The message as it arrived, with headers that say what became of it, under the message id `number`. Of a
-        header that came more than once it has the last value. Without `whole` it has neither body nor headers of its
-        own."""
+        """The message as it arrived, under the message id `number`, with headers that describe the dead letter. Of a
+        repeated header, the last value is sent. Without `whole`, neither the body nor the message's own headers are."""
         message = Message(self.source, self.body, decode_headers(self.headers))
         message = with_delivered(message, self.delivered)
         body = message.body if whole else b""

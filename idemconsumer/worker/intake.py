@@ -1,9 +1,9 @@
-"""Intake: what may have killed a worker is on record before a decoder, a key function or a validator sees it (B17).
+"""Puts messages that may have killed a worker on record before a decoder, key function or validator sees them (B17).
 
-As for handlers (`engine.suspects`): those with nothing on record are marked together and read together. One that
-another process began to read, and never ended, is counted and read while nothing else of this process runs. One that a
-rival reads right now is waited for. The record belongs to the delivery, since its key is not known yet; several may be
-so alike that they have one record.
+The rules are those of handlers (`engine.suspects`): suspects without a record are marked together and read together. A
+suspect that another process began to read, and never finished, is counted and read while nothing else of this process
+runs. A suspect that another process reads right now is waited for. The record belongs to the delivery, since its key is
+not known yet; deliveries that are exactly alike may share one record.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from idemconsumer.worker.outage import Outage
 
 T = TypeVar("T")
 Read = Callable[[Sequence[Delivery], BadMessage | None], Awaitable[None]]
-_Begin = Callable[[int], AbstractAsyncContextManager[PostgresReading]]  # by a reader with this number
+_Begin = Callable[[int], AbstractAsyncContextManager[PostgresReading]]  # called with a number for this reader
 
-_TOGETHER: Final = 256  # deliveries on record at once
+_TOGETHER: Final = 256  # deliveries on record at the same time
 
 
 class _GivenUp(Exception):
-    """A drain, or the end of the session, came first. What was not read yet is not ours to read any more."""
+    """A drain, or the end of the session, came first: deliveries that are not read yet are no longer ours to read."""
 
 
 class Intake:
-    """The reading of one feed. `read` decodes deliveries and gives them to their lanes, or refuses them."""
+    """The reading of one feed's suspects. `read` decodes deliveries and gives them to their lanes, or refuses them."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Intake:
         return []
 
     async def _read_all(self, part: list[Delivery], waiting: list[Delivery]) -> None:
-        """`waiting` loses what was read."""
+        """Read all of `part`, and remove from `waiting` what was read."""
         in_vain = 0
         while part:
             read, begun = await self._together(part, waiting)
@@ -85,11 +85,12 @@ class Intake:
                 read += await self._alone(part[read], waiting)
             del part[:read]
             in_vain = 0 if read else in_vain + 1
-            if in_vain:  # a rival reads a copy of the first one, or the same one: its end shows what it is
+            if in_vain:  # another process reads the first one, or a copy: wait to see whether that kills it
                 await asyncio.sleep(backoff(in_vain, first=0.1, cap=1.0) * random.uniform(0.5, 1.0))
 
     async def _together(self, part: Sequence[Delivery], waiting: list[Delivery]) -> tuple[int, bool]:
-        """Read up to the first one that was begun before: how many these are, and whether its reader is gone."""
+        """Read up to the first suspect that was begun before. Returns how many, and whether the reader of that one is
+        gone."""
         claims, name = [self._claim(delivery) for delivery in part], self._handler_of(part[0]).name
         async with self._company.shared():
             begin = partial(self._store.reading, claims)
@@ -104,7 +105,7 @@ class Intake:
         return new, begun
 
     async def _alone(self, delivery: Delivery, waiting: list[Delivery]) -> bool:
-        """Whether it was read, or refused. Else a rival was faster."""
+        """Read one suspect alone. Returns whether it was read or refused; False if another process was faster."""
         claim, handler = self._claim(delivery), self._handler_of(delivery)
         async with self._company.alone():
             begin = partial(self._store.reading_alone, claim)
@@ -116,7 +117,8 @@ class Intake:
                 if reading.attempts > handler.options.max_attempts:
                     killed = reading.attempts - 1
                     why = f"{killed} workers died while they decoded it, or derived its key, tenant or order"
-                    # One that has a position stays on record: it may come again before its settlement is known there.
+                    # A delivery with a position keeps its record: it may be redelivered before the broker knows its
+                    # settlement.
                     record = claim.key if delivery.anonymous else None
                     await self._read([delivery], BadMessage("killed_worker", why, attempts=killed, record=record))
                     return True
@@ -129,7 +131,8 @@ class Intake:
     async def _on_record(
         self, claims: Sequence[Claim], first: Delivery, begin: _Begin
     ) -> AsyncIterator[PostgresReading]:
-        """Around the reading of these. What its `end` could not take off the record is taken off here."""
+        """Keep these on record while they are read. Records that `end` of the reading could not remove are removed
+        here."""
         reader = secrets.randbits(63)
         try:
             async with AsyncExitStack() as stack:
@@ -138,7 +141,8 @@ class Intake:
             await self._known(lambda: self._store.end_reading(claims, reader))
 
     async def _known(self, act: Callable[[], Coroutine[Any, Any, T]], *, before: Delivery | None = None) -> T:
-        """Do it, as soon as the database lets us. What comes `before` a delivery is read is given up with it."""
+        """Run `act` as soon as the database can be reached. Gives up if the delivery `before` which it runs is given
+        up."""
         while before is None or not self._given_up(before):
             try:
                 return await act()

@@ -1,4 +1,4 @@
-"""What a worker needs is away: it is tried again until it works."""
+"""Waits out an outage of the database that a worker needs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from idemconsumer.rules.session_pause import session_pause
 
 
 def said_by_lanes(error: BaseException) -> bool:
-    """Whether each lane meets what a statement beside them has met: that is logged once, by their `Outage`."""
+    """Whether a failure beside the lanes is one that each lane meets too: then their `Outage` logs it, once."""
     return isinstance(error, StoreUnavailable) and not isinstance(error, StoreChanged)
 
 
 class Outage:
-    """The database is down (R8): logged once, and waited for by all that need it. They try again together, within two
-    seconds at most, and at once when one of them has reached it. What only some statements meet, since the database is
-    not what it was (R43), lasts for as long as somebody has in hand what met it."""
+    """An outage of the database (R8): logged once, and waited for by everything that needs the database.
+
+    All waiters retry together, after two seconds at most, and at once when one of them has reached it. An error that
+    only some statements meet, because the schema or rights have changed (R43), lasts as long as a message that met it
+    is in flight.
+    """
 
     def __init__(self) -> None:
         self._failures = 0
@@ -35,7 +38,7 @@ class Outage:
     async def wait(
         self, error: Exception, ended: asyncio.Event | None = None, *, met_by: Iterable[Hashable] = ()
     ) -> None:
-        """`ended` cuts it short, too."""
+        """Wait until the next try is due, or the outage is over; with `ended`, until that is set instead."""
         now = asyncio.get_running_loop().time()
         self._since, self.why = self._since if self._failures else now, error_text(error)
         if isinstance(error, StoreChanged):
@@ -45,7 +48,7 @@ class Outage:
             self._changed = True
         elif not self._failures:
             log.error("store unreachable, waiting", error=str(error))
-        if now >= self._until:  # else somebody has failed just before, for the same reason
+        if now >= self._until:  # else another waiter has just failed, for the same reason
             self._failures += 1
             self._over.clear()
             self._until = now + session_pause(self._failures, counted=False, jitter=random.random())
@@ -57,15 +60,15 @@ class Outage:
 
     @property
     def seconds(self) -> float | None:
-        """For how long it lasts; None: it does not."""
+        """How long it has lasted; None if there is none."""
         return asyncio.get_running_loop().time() - self._since if self._failures else None
 
     def let_go(self, met_by: Hashable) -> None:
-        """Nobody here tries it again."""
+        """This message is no longer tried here."""
         self._met.discard(met_by)
 
     def over(self, *ended: Hashable) -> None:
-        """The database has answered, to these."""
+        """The database has answered statements of these messages."""
         self._met.difference_update(ended)
         if self._failures and not self._met:
             self._failures, self._until, self.why, self._changed = 0, 0.0, "", False

@@ -1,4 +1,4 @@
-"""Outgoing messages of one destination, on their way from the outbox to their broker (X2 to X6)."""
+"""Relays the outgoing messages of one destination from the outbox to their broker (X2 to X6)."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from idemconsumer.worker.forwarded_letter import ForwardedLetter
 from idemconsumer.worker.relay_connections import Connection, Connections
 
 MOST: Final = 2_000  # messages in one transaction
-BYTES: Final = 8 * 1024 * 1024  # of these, about
-_LINGER: Final = 5.0  # seconds without anything to send, after which it ends
-_ELSEWHERE: Final = 1.0  # seconds until it is looked again whether another relay has left something
-_SENDING: Final = 30.0  # seconds; what was not begun by then is read again
-_IDLE: Final = "120s"  # in a transaction: longer than any broker is waited for, and then others may relay
+BYTES: Final = 8 * 1024 * 1024  # bytes of these messages, about
+_LINGER: Final = 5.0  # seconds without a message after which the lane ends
+_ELSEWHERE: Final = 1.0  # seconds until the next check whether another relay has left messages
+_SENDING: Final = 30.0  # seconds; messages not sent by then are read again
+_IDLE: Final = "120s"  # in a transaction: longer than any broker timeout; after that others may relay
 
 
 @dataclass(frozen=True, slots=True)
 class OutboxRow:
-    """An outgoing message as it is stored. `order`: those with the same one stay in order. `number`: of the dead letter
-    that it is, which is `letter` as long as that is stored (O19)."""
+    """An outgoing message as it is stored. Messages with the same `order` stay in order. `number` is that of the dead
+    letter to forward; `letter` is that dead letter, as long as it is stored (O19)."""
 
     id: int
     message_id: str
@@ -51,9 +51,12 @@ class OutboxRow:
 
 
 def outgoing(row: OutboxRow, destination: str) -> Outgoing:
-    """As its broker gets it, the same each time (X3). Its message id is the key that it was published with, else the
-    row's; in Kafka, where the key is the record's, a header has the row's id. One that is among its headers was another
-    message's, whose headers were passed on. A dead letter that was refused goes without its message."""
+    """The message as its broker gets it, the same at each try (X3).
+
+    Its message id is the key that it was published with, else the row's id. In Kafka, where the key is the record's
+    key, a header has the row's id; a header of that name came from another message, whose headers were passed on, and
+    is replaced. A dead letter that was refused is sent without its message.
+    """
     if row.letter is not None:
         assert row.key is not None
         return row.letter.outgoing(row.key, destination, whole=row.tries == 0)
@@ -64,7 +67,7 @@ def outgoing(row: OutboxRow, destination: str) -> Outgoing:
 
 
 class OutgoingLane:
-    """Relays to one destination while something is there."""
+    """Relays to one destination while it has messages."""
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class OutgoingLane:
         self._connections = connections
         self._queries = queries
         self._counts = counts
-        counts.relayed[destination] += 0  # there before the first one (O31)
+        counts.relayed[destination] += 0  # so that the counter exists before the first message (O31)
         counts.parked[destination] += 0
         self._at = at
         self._woken = asyncio.Event()
@@ -99,17 +102,17 @@ class OutgoingLane:
         )
 
     def wake(self) -> None:
-        """Something may be there."""
+        """A message may be there."""
         self._woken.set()
 
     def stop(self) -> None:
-        """`run` returns once nothing is left, or nothing can be sent."""
+        """Make `run` return once no message is left, or none can be sent."""
         self._leaving.set()
         self._woken.set()
         self._duty.stop()
 
     async def run(self) -> None:
-        """Until nothing has come for a while, or it is stopped or cancelled. An outage only delays it (X6)."""
+        """Run until no message has come for a while, or until stopped or cancelled. An outage only delays it (X6)."""
         await self._duty.run()
 
     async def _relay(self) -> None:
@@ -126,13 +129,13 @@ class OutgoingLane:
                 continue
             if self._leaving.is_set():
                 return
-            if sent is None:  # who relays hears of what comes, too
+            if sent is None:  # the other relay is notified of new messages, too
                 await within(_ELSEWHERE, self._leaving)
             if not await within(_LINGER, self._woken):
                 return
 
     async def _round(self, connection: Connection) -> int | None:
-        """How many have left the outbox, or wait for their next try; None: another relay is at it."""
+        """How many messages have left the outbox, or wait for their next try; None if another relay has the lock."""
         given = {"destination": self._destination, "limit": MOST, "bytes": BYTES, "idle": _IDLE}
         async with connection.transaction():
             due = len(await self._rows(connection, "fall_due_outgoing", given))
@@ -165,10 +168,10 @@ class OutgoingLane:
         return [row if row.number is None else replace(row, letter=letters.get(row.number)) for row in rows]
 
     async def _send(self, rows: Sequence[OutboxRow]) -> dict[int, Unsent | None]:
-        """What is known of each, by its id."""
+        """The broker's answer to each row, by its id."""
         answers: dict[int, Unsent | None] = {row.id: BEHIND for row in rows}
         if gone := {row.id for row in rows if row.number is not None and row.letter is None}:
-            answers |= dict.fromkeys(gone)  # a letter that nobody has any more goes nowhere
+            answers |= dict.fromkeys(gone)  # a dead letter that was deleted is not sent
             rows = [row for row in rows if row.id not in gone]
         clock = asyncio.get_running_loop().time
         until = clock() + _SENDING
@@ -187,7 +190,7 @@ class OutgoingLane:
         return await self._one_by_one(rows)
 
     async def _relayed(self, rows: Sequence[OutboxRow]) -> tuple[list[Unsent | None], Meaning | None]:
-        """And what an exception meant, if there was one."""
+        """The answers, and what an exception meant if there was one."""
         try:
             messages = [outgoing(row, self._destination) for row in rows]
             if isinstance(self._broker, Relaying):
@@ -202,8 +205,8 @@ class OutgoingLane:
             return [Unsent(text, final=why is Meaning.REFUSED)] * len(rows), why
 
     async def _one_by_one(self, rows: Sequence[OutboxRow]) -> list[Unsent | None]:
-        """It may be for the sake of one of them, whichever it is, which then costs the others nothing. No longer than
-        the transaction may stay open (X4)."""
+        """Send one by one: one message may be to blame for the error, and then costs the others nothing. Stops before
+        the transaction has been open for too long (X4)."""
         found: list[Unsent | None] = [BEHIND] * len(rows)
         clock = asyncio.get_running_loop().time
         until, stopped = clock() + _SENDING, set[str | None]()
@@ -220,7 +223,7 @@ class OutgoingLane:
     async def _settle(
         self, connection: Connection, rows: Sequence[OutboxRow], answers: dict[int, Unsent | None]
     ) -> int:
-        """X2: nothing is deleted that is not confirmed."""
+        """Delete the rows that are confirmed, and only those (X2)."""
         confirmed = [row.id for row in rows if answers[row.id] is None]
         if confirmed:
             if letters := [row.number for row in rows if row.number is not None and answers[row.id] is None]:
@@ -229,7 +232,7 @@ class OutgoingLane:
         refused = [(row, answer) for row in rows if (answer := answers[row.id]) is not None and answer.final]
         if refused:
             afters = [self._pause(row) for row, _ in refused]
-            texts = [clean(answer.text) for _, answer in refused]  # a broker's words may quote the message
+            texts = [clean(answer.text) for _, answer in refused]  # a broker's text may quote the message
             held = {"ids": [row.id for row, _ in refused], "errors": texts, "afters": afters}
             await self._rows(connection, "hold_outgoing", held)
             for (row, answer), after in zip(refused, afters, strict=True):
@@ -237,9 +240,9 @@ class OutgoingLane:
         return len(confirmed)
 
     def _pause(self, row: OutboxRow) -> float | None:
-        """Seconds until a refused one is tried again; None: it is parked."""
+        """Seconds until a refused message is tried again; None: it is parked."""
         if row.letter is not None and row.tries == 0:
-            return 0.0  # without its message
+            return 0.0  # again at once, without its message
         return next_try(row.tries + 1) if holdable(self._destination, row.order) else None
 
     def _refused(self, row: OutboxRow, answer: Unsent, after: float | None) -> None:

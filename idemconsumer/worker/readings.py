@@ -1,7 +1,8 @@
-"""What waits for `decode=` on its way from a session to the lanes (D26).
+"""Deliveries that wait for `decode=` on their way from a session to the lanes (D26).
 
-Of one strand, which has an order, the next one is decoded meanwhile, and dispatched behind it. Where several messages
-in a row could not be read, one is tried at a time (D17), and those that have failed do not hold up the others.
+In a strand, which has an order, the next delivery is decoded meanwhile, and dispatched after the one before it. If
+several messages in a row could not be read, one is tried at a time (D17), and those that have failed do not hold up the
+others.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from idemconsumer.worker.lanes import Lanes
 
 
 class _Probe:
-    """Whose turn it is while all messages of a handler fail (D17): one's at a time, unless what runs hangs."""
+    """Serialises tries while all messages of a handler fail (D17): one at a time, unless the one that runs hangs."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[Callable[[], None]]:
-        """Call what it gives when the message begins: if that hangs, the turn passes on meanwhile."""
+        """Wait for a turn. Call what it yields when the message begins: if that hangs, the next message gets a turn
+        meanwhile."""
         await self._lock.acquire()
         timer: asyncio.TimerHandle | None = None
         passed = False
@@ -53,7 +55,7 @@ class _Probe:
 
 
 class _Turns:
-    """Who decodes, of one handler."""
+    """The turns to decode, of one handler."""
 
     def __init__(self, lanes: int) -> None:
         self.many = asyncio.Semaphore(lanes)
@@ -61,7 +63,7 @@ class _Turns:
 
 
 class Readings:
-    """Those of one session. `dispatched` is told of each delivery that the lanes have now."""
+    """The readings of one session. `dispatched` is called for each delivery that was given to a lane."""
 
     def __init__(
         self,
@@ -79,24 +81,24 @@ class Readings:
         self._dispatched = dispatched
         self._turns: dict[str, _Turns] = {}
         self._going: dict[asyncio.Task[None], Delivery] = {}
-        self._last: dict[Hashable, asyncio.Task[None]] = {}  # of each strand
+        self._last: dict[Hashable, asyncio.Task[None]] = {}  # the last one of each strand
         self._first: set[asyncio.Task[None]] = set()
-        self._late: list[Delivery] = []  # to be given back
+        self._late: list[Delivery] = []  # to be returned to the broker
         self._bug: BaseException | None = None
-        self._context = copy_context()  # who adds something may be alone, and those that wait are not (B16)
+        self._context = copy_context()  # the caller of `add` may run alone, and the tasks that wait must not (B16)
 
     @property
     def busy(self) -> bool:
-        """Whether anything waits."""
+        """Whether any delivery waits."""
         return bool(self._going)
 
     @property
     def counted(self) -> bool:
-        """Whether anything waits that would count as delivered if it was given back (D11)."""
+        """Whether a delivery waits that would count as delivered if it was returned (D11)."""
         return any(delivery.epoch.returns_count for delivery in self._going.values())
 
     async def first(self, works: Sequence[Work]) -> None:
-        """One try of each, of all at the same time, since they are on record meanwhile (B17)."""
+        """Try each once, all at the same time, since they are on record meanwhile (B17)."""
         tries = [asyncio.create_task(self._engine.read(work)) for work in works if not work.read_now()]
         self._first.update(tries)
         try:
@@ -106,13 +108,13 @@ class Readings:
             await end(*tries)
 
     def add(self, work: Work, delivery: Delivery) -> None:
-        """Dispatch it once it is decoded, and all that came before it in its strand is dispatched."""
+        """Dispatch it once it is decoded and everything before it in its strand is dispatched."""
         strand = None if work.leased is not None else work.handler.strand(work.message)
         before = None if strand is None else self._last.get(strand)
         readable = before is None and work.read_now() and not self._waits(work)
         if readable and strand is None:
             self._dispatch(work, delivery)
-        elif self._given_up(delivery):  # as what came before it in its strand may be
+        elif self._given_up(delivery):  # as the deliveries before it in its strand may be
             self._late.append(delivery)
         elif readable:
             self._dispatch(work, delivery)
@@ -136,20 +138,21 @@ class Readings:
             self._bug = self._bug or task.exception()
 
     def check(self) -> None:
-        """Raise what has ended one of them: a bug there is one of its feed."""
+        """Raise the error that ended one of the readings: a bug there is a bug of the feed."""
         if self._bug is not None:
             raise self._bug
 
     async def drop_retired(self) -> None:
-        """What the broker has taken back may come again, and is not to be decoded twice at once. A decoder that goes on
-        though it was cancelled is waited for no longer than a second."""
+        """Stop decoding what the broker has taken back: it may be redelivered, and must not be decoded twice at once. A
+        decoder that ignores its cancellation is waited for at most a second."""
         if retired := [task for task, delivery in self._going.items() if delivery.epoch.retiring]:
             for task in retired:
                 task.cancel()
             await asyncio.wait(retired, timeout=1.0)
 
     async def give_up(self, *, counted: bool = True) -> None:
-        """Decode nothing any more, and give it back: all of it, or all but what would be `counted` as delivered."""
+        """Stop decoding and return the deliveries: all of them, or without `counted` all but those that would count as
+        delivered."""
         back = {task: each for task, each in self._going.items() if counted or not each.epoch.returns_count}
         await end(*back, *self._first)
         left = [*self._late, *(each for task, each in back.items() if task.cancelled())]
@@ -158,7 +161,7 @@ class Readings:
             await self.session.release(left)
 
     async def end(self) -> None:
-        """As `give_up`, of a session that is over."""
+        """As `give_up`, for a session that is over: nothing is returned."""
         await end(*self._going, *self._first)
 
     async def _read(self, work: Work, delivery: Delivery, before: asyncio.Task[None] | None) -> None:
@@ -176,7 +179,8 @@ class Readings:
         self._dispatch(work, delivery)
 
     def _waits(self, work: Work) -> bool:
-        """A saga that is ours is released instead: another worker may read it."""
+        """Whether to wait and decode again. A saga that this worker holds is released instead: another worker may read
+        it."""
         return work.leased is None and self._engine.endings.is_not_now(work)
 
     async def _try(self, work: Work) -> None:
@@ -204,14 +208,14 @@ class Readings:
             yield
 
     def _dispatch(self, work: Work, delivery: Delivery) -> None:
-        if not delivery.epoch.retiring:  # who owned it may have said that nothing of it runs (K10)
+        if not delivery.epoch.retiring:  # it may be on record that nothing of the epoch runs (K10)
             self._lanes.dispatch(work, delivery, self.session)
             self._dispatched()
 
 
 @contextmanager
 def _waiting(delivery: Delivery) -> Iterator[None]:
-    """Its source may deliver others in its place (D8)."""
+    """Count the delivery as waiting, so that its source may deliver others in its place (D8)."""
     delivery.epoch.waiting += 1
     try:
         yield

@@ -1,4 +1,4 @@
-"""The outbox of a schema, relayed by each worker that can reach the brokers (X1 to X8). The row is the truth."""
+"""Relays the outbox of a schema; every worker that can reach the brokers does (X1 to X8). The rows are the truth."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from idemconsumer.worker.outgoing import OutgoingLane
 from idemconsumer.worker.relay_connections import Connections
 
 SCHEMES: Final = ("kafka", "rabbitmq", "sqs")
-_SOONEST: Final = 0.02  # seconds between two looks
-_DESTINATIONS: Final = 1_000  # of which something falls due, that one look finds
+_SOONEST: Final = 0.02  # seconds between two queries
+_DESTINATIONS: Final = 1_000  # destinations with a due message that one query returns
 
 
 def reachable(settings: Settings, used: Collection[str], forwarding: Collection[str]) -> list[str]:
-    """Schemes that a worker relays to: those whose address it has, SQS, which needs none, if it is `used`, and where
-    its dead letters go, in whatever broker."""
+    """The schemes that a worker relays to: those whose address it has; SQS, which needs no address, if it is `used`;
+    and those to which its dead letters are forwarded, whatever the broker."""
     known = [each for each in SCHEMES if getattr(settings, each) is not None or (each == "sqs" and each in used)]
     return [*known, *sorted({*forwarding} - {*known})]
 
 
 class Relay:
-    """Of one worker. `broker` makes the client of a scheme, and `at` is told of each batch (ports.Observer)."""
+    """The relay of one worker. `broker` creates a scheme's client; `at` is called for each batch (ports.Observer)."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class Relay:
         self._schemes = list(schemes)
         self._broker = broker
         self._counts = counts
-        self._low_water = LowWater(self._raise_low_water)  # not a lane's, which ends once it has sent a few (P9)
+        self._low_water = LowWater(self._raise_low_water)  # not one per lane: a lane ends after a few messages (P9)
         self._at = at
         self._lanes: dict[str, tuple[OutgoingLane, asyncio.Task[None]]] = {}
         self._duty = Duty(self._look, math.inf)
-        self._unusable = set[str]()  # schemes, and destinations, of which it has been said
+        self._unusable = set[str]()  # schemes and destinations for which that has been logged
 
     def wake(self, destination: str = "") -> None:
-        """Something can be sent there, or somewhere."""
+        """Something can be sent to this destination or, if it is empty, to some destination."""
         if destination in self._lanes:
             self._lanes[destination][0].wake()
         elif destination and not self._duty.stopped:
@@ -71,11 +71,11 @@ class Relay:
             self._duty.wake()
 
     def stop(self) -> None:
-        """`run` returns once nothing is left that can be sent."""
+        """Make `run` return once nothing is left that can be sent."""
         self._duty.stop()
 
     async def run(self) -> None:
-        """Until it is stopped or cancelled."""
+        """Run until stopped or cancelled."""
         try:
             await self._duty.run()
             for lane, _ in self._lanes.values():
@@ -101,7 +101,7 @@ class Relay:
     def _begin(self, destination: str) -> None:
         scheme = destination.partition(":")[0]
         if scheme not in self._schemes or scheme in self._unusable:
-            return  # others relay it; if nobody does, `doctor` says so (X7)
+            return  # other workers relay it; if none does, `doctor` reports that (X7)
         try:
             parse_destination(destination)
         except ConfigurationError as error:

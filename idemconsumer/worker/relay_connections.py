@@ -1,4 +1,4 @@
-"""Connections that the relays of a scheme share: few, however many destinations it has (X6)."""
+"""Connections that the relays of a scheme share: a few, however many destinations it has (X6)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import misconfigured
 
 MOST: Final = 8
-_IDLE: Final = 5.0  # seconds for which one is kept that nobody uses
-# enable_seqscan: a plan that was made while the outbox was empty must not scan it when it is full (G5).
+_IDLE: Final = 5.0  # seconds for which an unused connection is kept
+# enable_seqscan: a plan that was cached while the outbox was empty must not scan it when it is full (G5).
 _SETTINGS: Final = {"enable_seqscan": "off", "statement_timeout": "20s", "lock_timeout": "5s"}
-# Said by the lanes of handlers: out of resources, ended or cancelled by the server, broken, waited for a lock.
+# SQLSTATEs that the lanes of handlers log: out of resources, ended or cancelled by the server, connection broken,
+# waited for a lock.
 _OUTAGES: Final = ("08", "25P03", "40", "53", "55P03", "57", "58")
 
 Connection = AnsweringConnection[Any]
 
 
 class Connections:
-    """At most `MOST`, made when they are needed. Who waits for one gets it in turn."""
+    """At most `MOST` connections, opened when needed. Callers that wait for one are served in order."""
 
     def __init__(self, dsn: str, schema: str) -> None:
         self._dsn = dsn
@@ -36,8 +37,11 @@ class Connections:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Connection]:
-        """For the caller alone. It is closed after an error. Raises StoreUnavailable for an outage; what else the
-        database refuses is raised as it is, since nobody else may meet it."""
+        """A connection for the caller alone. It is closed after an error.
+
+        Raises StoreUnavailable for an outage. Any other error of the database is raised as it is, since the lanes of
+        handlers may not meet it, and would not log it.
+        """
         try:
             async with self._few.one() as connection:
                 yield connection
@@ -47,7 +51,7 @@ class Connections:
             raise (misconfigured(error, self._schema) or error) from error.__cause__
 
     async def close(self) -> None:
-        """Those that nobody uses; to be called once nobody does."""
+        """Close the idle connections. Call this once none is in use."""
         await self._few.close_idle(0.0)
 
     async def _connect(self) -> Connection:

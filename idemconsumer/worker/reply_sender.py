@@ -1,4 +1,4 @@
-"""Replies: what a handler with `reply=` has decided is told to whoever asks for it, before settlement (D21)."""
+"""Replies: the decision of a handler with `reply=` is sent to the requester before the delivery is settled (D21)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from idemconsumer.ports.broker import Broker, Reply, Replying, Unsent
 from idemconsumer.rules.replies import LONGEST_PAUSE, answer_of, reply_id
 from idemconsumer.rules.values import Outcome
 
-_SHOWN: Final = 100  # characters of an address, which a producer has chosen
+_SHOWN: Final = 100  # characters of an address to log, since a producer has chosen it
 _FORGET: Final = 4 * LONGEST_PAUSE
 
 
 class Replies:
-    """Those of one process. `brokers` are its clients by scheme: a reply goes to the broker of its request."""
+    """The replies of one process. `brokers`: its clients by scheme; a reply goes to the broker of its request."""
 
     def __init__(self, brokers: Mapping[str, Broker]) -> None:
         self._brokers = brokers
-        self._waiting: dict[str, dict[str, float]] = {}  # by scheme and id: when it was tried last
+        self._waiting: dict[str, dict[str, float]] = {}  # by scheme and id: when the reply was last tried
 
     async def send(self, decided: Sequence[tuple[Work, Outcome]]) -> list[bool]:
-        """Answer those that ask for it, all at once. For each whether it may be settled: its reply is confirmed, or
-        there is none to send, or nobody there who takes it (D23)."""
+        """Answer all requests that ask for a reply, at once. Returns for each whether it may be settled. It may if its
+        reply is confirmed, if there is no reply to send, or if nobody can receive it (D23)."""
         replies = [self._reply(work, outcome) for work, outcome in decided]
         unsent: dict[str, Unsent | None] = {}
         for scheme in dict.fromkeys(reply.address.scheme for reply in replies if reply is not None):
-            # Of the same request twice in a group one reply goes out: a broker's client tells them apart by their ids.
+            # The same request twice in a group gets one reply: a broker's client identifies replies by their ids.
             theirs = {each.id: each for each in replies if each is not None and each.address.scheme == scheme}
             unsent |= await self._send(scheme, list(theirs.values()))
         settled = []
@@ -43,7 +43,7 @@ class Replies:
 
     def _reply(self, work: Work, outcome: Outcome) -> Reply | None:
         allowed = work.handler.options.reply
-        # A saga that this worker continues has no delivery: the one that is held, or comes again, is answered (L20).
+        # A resumed saga has no delivery: its reply goes with the one that is held, or that is redelivered (L20).
         if allowed is None or (work.saga is not None and work.saga.resumed):
             return None
         if (answer := answer_of(outcome)) is None:
@@ -72,7 +72,7 @@ class Replies:
                 if not waited:
                     log.error("replies cannot be sent, waiting", broker=scheme, error=unsent.text)
                     waited = True
-        # What is tried no more was taken back by its broker.
+        # The broker has taken back the requests of replies that are no longer tried.
         self._waiting[scheme] = {id: since for id, since in waiting.items() if now - since < _FORGET}
         if waited and not self._waiting[scheme]:
             log.info("replies can be sent again", broker=scheme)

@@ -1,4 +1,4 @@
-"""What a worker tells its launcher: how its parts stand, as far as they are there, and how far behind it is."""
+"""What a worker reports to its launcher: the state of its parts, as far as they exist, and its lag."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from idemconsumer.worker.lanes import Lanes
 from idemconsumer.worker.retention import Retention
 
 _EVERY: Final = 1.0  # seconds between two reports
-_FIRST_LAG: Final = 1.0  # seconds until it is asked first how far behind it is, while sessions open
+_FIRST_LAG: Final = 1.0  # seconds until the lag is first read, while sessions open
 _EVERY_LAG: Final = 15.0
-_LAG_PATIENCE: Final = 20.0  # for one session
-_HICCUP: Final = 5.0  # seconds that any event loop may stand still
+_LAG_PATIENCE: Final = 20.0  # seconds, for one session
+_HICCUP: Final = 5.0  # seconds for which any event loop may be blocked
 
 
 class Reporting:
-    """Of one worker. `counts` is what its parts count in, and `pools` has those that are open.
+    """The reports of one worker. Its parts count in `counts`, and add their pools to `pools` once open.
 
-    `draining` is set when it stops.
+    `draining` is set when the worker drains.
     """
 
     def __init__(self, handlers: Sequence[BoundHandler], draining: asyncio.Event) -> None:
         self.counts = Counts()
         self.pools: dict[str, Pool] = {}
         self._lag: dict[str, Lag] = {}
-        self._whole = os.environ.get(WORKER, "0") == "0"  # it asks too of what every worker would say the same
+        self._whole = os.environ.get(WORKER, "0") == "0"  # only one worker reads what all would report alike
         self._handlers = handlers
         self._app = handlers[0].app
-        # A handler may keep the loop for as long as it may take, and no longer: beyond that no time limit works.
+        # A handler may block the loop for as long as its `timeout`, and no longer: beyond that no time limit works.
         self._patience = _EVERY + max([_HICCUP, *(handler.options.timeout for handler in handlers)])
         self._draining = draining
         self._leaving = False
@@ -51,8 +51,8 @@ class Reporting:
 
     @asynccontextmanager
     async def going_on(self) -> AsyncIterator[None]:
-        """Meanwhile a report goes out each second, and one at the end."""
-        telling = Duty(self._tell, _EVERY, failed=lambda _: None)  # counting decides nothing
+        """Send a report each second during the block, and one at its end."""
+        telling = Duty(self._tell, _EVERY, failed=lambda _: None)  # failures are ignored: counting decides nothing
         telling.start()
         try:
             yield
@@ -67,13 +67,13 @@ class Reporting:
     def begin(
         self, feeds: Sequence[Feed], lanes: Lanes, memory: BytesInHand, retention: Retention, conditions: Conditions
     ) -> list[Coroutine[Any, Any, None]]:
-        """The worker has all its parts. Returns what is to run beside them: nothing if nobody listens."""
+        """The worker has all its parts. Returns the coroutines to run beside them: none if nobody reads the reports."""
         self._at_work = feeds, lanes, memory, retention, conditions
         return [Duty(self._look_behind, _EVERY_LAG, first=_FIRST_LAG).run()] if CHANNEL.reports else []
 
     @property
     def lag(self) -> Mapping[str, Lag]:
-        """By source, where somebody listens."""
+        """By source; empty if nobody reads the reports."""
         return self._lag
 
     def report(self) -> Report:
@@ -107,7 +107,7 @@ class Reporting:
         return Phase.STARTING if self._at_work is None else Phase.CONSUMING
 
     async def _look_behind(self) -> None:
-        """How far behind its sources it is: asked beside the work, and never waited for (O11)."""
+        """Read the lag of its sources, beside the work; nothing waits for it (O11)."""
         assert self._at_work is not None
         lag: dict[str, Lag] = {}
         for feed in self._at_work[0]:

@@ -1,7 +1,7 @@
 """Retention: final records are deleted when their scope's `retain` is over.
 
-It runs no handler and decides about no message: an expired record counts as long as it is there. Of all processes that
-use the schema one does it at a time (R27), and looks only where something can have expired (R28).
+It runs no handler and decides about no message: an expired record counts for as long as it exists. Of all processes
+that use the schema, one prunes at a time (R27), and only where something can have expired (R28).
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from idemconsumer.sql.queries import Queries, load
 # About 4,000 records, near 0.05 s if all have results to delete. A new claim of such a key may have to wait that long.
 _BLOCKS = 64
 _REST = 2.0  # times as long as each range took: a third of a connection, so that workers keep their rate
-# How many go in one transaction: letters of a handler, rows of the delivery log.
+# Rows deleted in one transaction: dead letters of a handler, rows of the delivery log.
 _LIMITS = {"empty_letters": 500, "prune_letters": 500, "prune_deliveries": 5_000}
 _AFTERWARDS = (
     "prune_attempts", "prune_signals", "prune_requests", "prune_schedules", "prune_processes",
     "retire_scopes", "prune_scopes",
 )  # fmt: skip
-_LEASE = 20.0  # seconds: above what one transaction takes, which waits 10 s for a lock
-_PATIENCE = 600.0  # seconds: one statement reads a whole table, and nothing waits for this but the next pass
+_LEASE = 20.0  # seconds: more than one transaction takes, which waits up to 10 s for a lock
+_PATIENCE = 600.0  # seconds: one statement reads a whole table, and only the next pass waits for it
 _LOCK_TIMEOUT = "10s"
-_FAREWELL = 1.0  # seconds, which a worker that ends spends at most on a server that says nothing
+_FAREWELL = 1.0  # seconds that an ending worker spends at most on a server that does not answer
 
 Progress = Callable[[int, int], None]
 
 
 class _TakenOver(Exception):
-    """Another process found this one silent, and prunes."""
+    """Another process considers this one dead, and prunes."""
 
 
 async def prune_once(
@@ -52,13 +52,14 @@ async def prune_once(
 ) -> int | None:
     """Delete final records past their retention, with their results and steps.
 
-    At once and everywhere; or with `every`, in seconds, as workers do: when a pass is due (R27), where something can
-    have expired (R28), and with rests. Dead letters go when their handler says so (O5), and dead records once they have
-    none. Returns how many records were deleted (with `dry_run`: would be), or None when another process is pruning this
-    schema, or no pass is due. Each range of blocks is one short transaction, so a cancellation leaves whole ranges
-    done; a crash of the server may undo the last ones (R29). `progress` is called with the number of ranges done and
-    of all.
-    Raises psycopg.Error; if that is of one statement, once all others are done (R42).
+    Without `every`, it prunes at once and everywhere. With `every`, in seconds, it prunes as workers do: only when a
+    pass is due (R27), only where something can have expired (R28), and with pauses. Dead letters are deleted when their
+    handler's retention is over (O5), and dead records once they have no dead letters. Returns how many records were
+    deleted (with `dry_run`: would be), or None when another process is pruning this schema, or no pass is due.
+
+    Each range of blocks is one short transaction, so a cancellation leaves whole ranges done; a crash of the server may
+    undo the last ones (R29). `progress` is called with the number of ranges done and of all ranges. Raises
+    psycopg.Error; if only single statements fail, it raises the first error after all others are done (R42).
     """
     if dry_run:
         async with await _connect(dsn) as connection:
@@ -76,7 +77,7 @@ async def prune_once(
 async def _prune(
     dsn: str, schema: str, every: float | None, progress: Progress | None = None
 ) -> tuple[int | None, psycopg.Error | None]:
-    """As `prune_once`, and the first error of a statement that failed beside others."""
+    """As `prune_once`, but returns the first error of a single statement that failed."""
     async with await _connect(dsn) as connection:
         connection.patience = _PATIENCE
         this = _Pass(connection, load(schema), every)
@@ -93,7 +94,7 @@ async def _prune(
 
 
 class _Pass:
-    """One pass over the schema, of which there is one at a time (R27)."""
+    """One pass over the schema; there is at most one at a time (R27)."""
 
     def __init__(self, connection: AnsweringConnection[Any], queries: Queries, every: float | None) -> None:
         self.records = 0
@@ -105,12 +106,12 @@ class _Pass:
         self._params = {"by": by, "lease": _LEASE, "every": every, "blocks": _BLOCKS}
 
     async def begin(self) -> bool:
-        """False: another process is at it, or no pass is due."""
+        """Start the pass. Returns False if another process has one under way, or none is due."""
         async with self._connection.transaction():
             return await self._changed("begin_pass")
 
     async def run(self, progress: Progress | None) -> None:
-        """Raises _TakenOver, with whole ranges done."""
+        """Run the pass. Raises _TakenOver, with whole ranges done."""
         async for low in self.ranges(progress):
             began = time.monotonic()
             async with self._part():
@@ -134,14 +135,14 @@ class _Pass:
             await self._changed("end_pass")
 
     async def leave(self) -> None:
-        """A pass that is cut off is nobody's, if the server still hears it; else it ends with its lease."""
+        """Give up an interrupted pass, if the server still answers; otherwise it ends when its lease expires."""
         self._connection.patience = _FAREWELL
         with suppress(psycopg.Error):
             async with self._connection.transaction():
                 await self._changed("leave_pass")
 
     async def ranges(self, progress: Progress | None) -> AsyncIterator[int]:
-        """The first block of each that is to be looked at."""
+        """The first block of each range to prune."""
         async with self._connection.transaction():
             lows = await (await self._execute("ranges")).fetchall()
         for done, (low,) in enumerate(lows, 1):
@@ -161,7 +162,7 @@ class _Pass:
 
     @asynccontextmanager
     async def _part(self) -> AsyncIterator[None]:
-        """A transaction of its own: that it fails keeps nothing else from being pruned (R42)."""
+        """Run one part in its own transaction: if it fails, everything else is still pruned (R42)."""
         held = False
         try:
             async with self._turn():
@@ -185,14 +186,14 @@ def _between(low: int) -> dict[str, str]:
 
 
 class Retention:
-    """What one worker does beside its lanes: a pass of `prune_once` about every `every` seconds.
+    """The pruning of one worker, beside its lanes: a pass of `prune_once` about every `every` seconds.
 
-    All workers ask; one of them does the pass (R27). An outage of the database is waited for, and logged once.
+    All workers try; one of them does the pass (R27). An outage of the database is waited for, and logged once.
     """
 
     def __init__(self, dsn: str, schema: str, every: float, handlers: Sequence[BoundHandler] = ()) -> None:
-        """`handlers`: those of this worker, which say how long dead letters are kept. `pruned`: records that it has
-        deleted."""
+        """`handlers`: those of this worker, which define how long dead letters are kept. `pruned`: how many records it
+        has deleted."""
         self._dsn = dsn
         self._schema = schema
         self._every = every
@@ -201,7 +202,7 @@ class Retention:
         self._kept = not handlers
 
     async def run(self) -> None:
-        """Run until cancelled. Raises nothing but the cancellation."""
+        """Run until cancelled. Raises only the cancellation."""
         duty = Duty(self._upkeep, self._every, failed=self._say_failed, works=lambda: log.info("pruning works again"))
         await duty.run()
 
@@ -237,7 +238,7 @@ async def _error_of(act: Awaitable[None]) -> Exception | None:
 
 
 async def keep_letters(dsn: str, schema: str, handlers: Sequence[BoundHandler]) -> None:
-    """Note how long the letters of these handlers are kept (O5). Raises psycopg.Error."""
+    """Record how long the dead letters of these handlers are kept (O5). Raises psycopg.Error."""
     given = {
         "apps": [keys.scopes_of(handler.app).removesuffix("/") for handler in handlers],
         "names": [handler.name for handler in handlers],
@@ -249,6 +250,6 @@ async def keep_letters(dsn: str, schema: str, handlers: Sequence[BoundHandler]) 
 
 
 async def _connect(dsn: str) -> AnsweringConnection[Any]:
-    # A frozen pruner does not keep the rows, and the pass, for longer than its place.
+    # A pruner that is frozen must not hold row locks, or the pass, for longer than its lease.
     settings = {"lock_timeout": _LOCK_TIMEOUT, "idle_in_transaction_session_timeout": f"{_LEASE:g}s"}
     return await connect_async(dsn, settings, purpose="upkeep", connect_timeout=10)

@@ -1,4 +1,4 @@
-"""What a process needs to run sagas: a store of their own, its lease, and the engine that runs them."""
+"""What a process needs to run sagas: a pool of their own, its lease, and their engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from idemconsumer.stores.pool import Pool
 
 
 class SagaLease:
-    """One for all sagas of a process. `close` gives up the lease, so that others can resume them at once."""
+    """Shared by all sagas of a process. `close` gives up the lease, so that other workers can resume them at once."""
 
     def __init__(self, pool: Pool, heartbeat: Heartbeat, leases: PostgresLeases, engine: LeasedEngine) -> None:
         self.pool = pool
@@ -41,10 +41,13 @@ class SagaLease:
         stuck: Callable[[str], None] = lambda _: None,
         left_open: Callable[[], None] = lambda: None,
     ) -> SagaLease:
-        """Register the lease and begin to renew it. The database was looked at when the store of `engine` was opened
-        (R7); here only a session of sagas is. `runs`: what this process runs; it takes no due saga of another
-        version of these handlers, unless that is gone (L28). `build`: of its code; `takes`: it looks for sagas, so that
-        others may leave theirs to it (L29). `stuck` and `left_open` are those of Heartbeat. Raises StoreUnavailable."""
+        """Register the lease and begin to renew it. Raises StoreUnavailable.
+
+        The database itself was checked when the store of `engine` was opened (R7); here only a session for sagas is.
+        `runs`: the handlers and versions that this process runs; it takes no due saga of another version of these
+        handlers, unless no worker runs that version any more (L28). `build`: the build of its code. `takes`: it takes
+        due sagas, so other builds may leave theirs to it (L29). `stuck` and `left_open` are those of Heartbeat.
+        """
         pool = Pool(
             dsn,
             schema,
@@ -56,7 +59,7 @@ class SagaLease:
         )
         await pool.open()
         try:
-            async with pool.connection():  # what a session of sagas must be (R17), before any is needed
+            async with pool.connection():  # check what a session of sagas must be (R17) before any is needed
                 pass
             heartbeat = Heartbeat(
                 dsn, schema, lease=lease, patience=longest_run, runs=runs, build=build if takes else None, stuck=stuck,

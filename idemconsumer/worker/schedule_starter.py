@@ -1,4 +1,4 @@
-"""Starts the sagas of schedules, each slot once, from whichever worker comes first (L53)."""
+"""Starts the sagas of schedules, each slot once, whichever worker comes first (L53)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from idemconsumer.rules.schedules import Schedule, due
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import load
 
-_LONGEST: Final = 30.0  # seconds between two looks: a clock may be set
-_AGAIN: Final = 5.0  # after an error
+_LONGEST: Final = 30.0  # seconds between two checks, as a clock may be set
+_AGAIN: Final = 5.0  # seconds until the next check after an error
 _SHORTEST: Final = 0.05
 
 
 class Schedules:
-    """Those of one app. The database's clock says what is due, and its row who starts it."""
+    """The schedules of one app. The database's clock decides what is due, and the schedule's row which worker starts
+    it."""
 
     def __init__(
         self, dsn: str, schema: str, app: str, schedules: Sequence[Schedule], queues: Mapping[str, str]
     ) -> None:
-        """`queues`: those of the handlers' own, by the handlers' names."""
+        """`queues`: the handlers' own queues, by the names of the handlers."""
         self._dsn = dsn
         self._schema = schema
         self._queries = load(schema)
@@ -38,7 +39,7 @@ class Schedules:
         self._queues = queues
 
     async def run(self) -> None:
-        """Until it is cancelled. An outage only delays it."""
+        """Run until cancelled. An outage only delays it."""
         duty = Duty(
             self.look,
             again=lambda _: _AGAIN,
@@ -48,7 +49,7 @@ class Schedules:
         await duty.run()
 
     async def look(self) -> float:
-        """Start what is due. Returns for how long nothing will be, in seconds."""
+        """Start what is due. Returns the seconds until the next slot, or until the next check."""
         async with await connect_async(
             self._dsn, {"lock_timeout": "10s"}, purpose="schedules", connect_timeout=10
         ) as connection:
@@ -57,13 +58,13 @@ class Schedules:
                 async with connection.transaction():
                     for each in new:
                         await connection.execute(self._queries["begin_schedule"], self._given(each))
-                read |= await self._read(connection)  # what was noted a day ago by now is only in the first one
+                read |= await self._read(connection)  # a row that became a day old in between is only in the first read
             pauses = [await self._start(connection, each, *read[each.name, each.rule]) for each in self._schedules]
         return min(pauses, default=_LONGEST)
 
     async def _read(self, connection: psycopg.AsyncConnection[Any]) -> dict[tuple[str, str], tuple[datetime, datetime]]:
-        """Up to when the slots of each are dealt with, and the database's time, by name and rule; in one statement for
-        all (L61)."""
+        """By name and rule: the time up to which the slots are handled, and the database's time. One statement reads
+        all of them (L61)."""
         names, rules = [each.name for each in self._schedules], [each.rule for each in self._schedules]
         given = {"app": self._app, "names": names, "rules": rules}
         cursor = await connection.execute(self._queries["read_schedules"], given)
@@ -82,7 +83,7 @@ class Schedules:
                 moved = await connection.execute(
                     self._queries["advance_schedule"], given | {"seen": last, "last": dealt_with}
                 )
-                if moved.rowcount == 1:  # else another worker has come first
+                if moved.rowcount == 1:  # else another worker came first
                     await enqueue(connection, self._schema, self._queue(schedule), self._messages(schedule, slots))
                     log.info("schedule", schedule=schedule.name, slots=[schedule.key(slot) for slot in slots])
             if dealt_with < now:

@@ -1,5 +1,5 @@
-"""What is said at a start: whether a source would lose messages, or deliver one again after its record is gone, which
-`check` says too, and which sagas nobody continues (L31)."""
+"""Findings that are logged at a start: messages that a source would lose, or redeliver after their records are gone.
+`check` reports them too. Also logged are sagas that no worker continues (L31)."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from idemconsumer.redaction import error_text
 
 _SPARE_DELIVERIES: Final = 10
 _DAY: Final = 86_400.0
-_MARGIN: Final = _DAY  # what was fetched in the last moment is still in hand, and brokers delete late
+_MARGIN: Final = _DAY  # messages fetched in the last moment are still in flight, and brokers delete late
 
 
 @runtime_checkable
 class Retaining(Protocol):
-    """A broker that keeps messages for a known time, and could deliver them again within it."""
+    """A broker that keeps messages for a known time, and could redeliver them within it."""
 
     async def retention_seconds(self, subscription: Subscription) -> float | None: ...
 
 
 @runtime_checkable
 class Redriving(Protocol):
-    """A broker that may take a message away after too many deliveries."""
+    """A broker that may move a message away after too many deliveries."""
 
     async def max_receives(self, subscription: Subscription) -> int | None: ...
 
 
 @runtime_checkable
 class SharedSource(Protocol):
-    """A broker where the subscriptions of one program may be in each other's way."""
+    """A broker where the subscriptions of one program may conflict."""
 
     async def check_together(self, subscriptions: Sequence[Subscription]) -> list[Finding]: ...
 
@@ -54,7 +54,7 @@ async def source_findings(handler: BoundHandler, subscription: Subscription, bro
 async def warn_of_sources(
     handlers: Mapping[str, BoundHandler], subscriptions: Sequence[Subscription], broker: Broker
 ) -> None:
-    """Log what `check` would warn of. Raises nothing: it decides nothing, and the feed reports what it meets."""
+    """Log the warnings and errors of `check`. Raises nothing: it decides nothing, and feeds report their errors."""
     for subscription in subscriptions:
         try:
             found = await source_findings(handlers[subscription.handler], subscription, broker)
@@ -68,8 +68,8 @@ async def warn_of_sources(
 
 
 async def warn_of_orphans(dsn: str, schema: str, app: str, sagas: Sagas) -> None:
-    """Raises nothing: it decides nothing. `sagas` as in `find_orphans`. Those of apps that are in none of these names
-    are for `check`."""
+    """Log sagas that no worker continues. Raises nothing: it decides nothing. `sagas` as in `find_orphans`. Orphans of
+    apps that are in none of these names are left to `check`."""
     try:
         found = await find_orphans(dsn, schema, app, sagas)
     except IdemConsumerError as error:
@@ -93,7 +93,7 @@ def _retention(handler: BoundHandler, subscription: Subscription, kept: float | 
 
 
 def _redrive(handler: BoundHandler, subscription: Subscription, most: int | None) -> list[Finding]:
-    """Each worker that dies or drains costs the messages that it had fetched one delivery, so some must be spare."""
+    """Each worker that dies or drains costs its fetched messages one delivery, so some deliveries must be spare."""
     needed = handler.options.max_attempts + _SPARE_DELIVERIES
     if most is None:
         return []

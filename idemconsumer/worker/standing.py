@@ -1,4 +1,4 @@
-"""What a worker has to do now, and what of it waits for a time: for those who wait until it is quiet."""
+"""What a worker has to do now, and what of it waits for a time: for callers that wait until the worker is quiet."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from idemconsumer.worker.lanes import Lanes
 
 @dataclass(frozen=True, slots=True)
 class WorkerStanding:
-    """`busy`: whether something runs, or can be fetched. `resting`: how many deliveries wait in this process for their
-    next attempt, and `due` when the first of them may run, on the loop's clock. `rivals`: the keys of those that wait
-    for who holds their key."""
+    """`busy`: whether anything runs, or can be fetched. `resting`: how many deliveries wait in this process for their
+    next attempt; `due`: when the first of them may run, on the loop's clock. `rivals`: the keys of deliveries that wait
+    because another worker holds their key."""
 
     busy: bool
     resting: int = 0
@@ -23,7 +23,7 @@ class WorkerStanding:
 
 
 async def standing(lanes: Lanes | None, feeds: Sequence[Feed]) -> WorkerStanding:
-    """As of now; what a feed's server knows is asked first."""
+    """The state as of now. The servers of the feeds are queried first."""
     idle = [await feed.idle() for feed in feeds]
     if lanes is None or not idle:
         return WorkerStanding(busy=True)

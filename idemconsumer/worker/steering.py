@@ -1,7 +1,7 @@
-"""A worker is on record (O13), and does what people have decided about it and its handlers (O14, O15).
+"""Keeps a worker on record (O13), and applies people's decisions about it and its handlers (O14, O15).
 
-One statement every twelve seconds, on a connection that the Postgres queue has open anyway; a notice only brings the
-next one forward. While the database does not answer, what was known last holds.
+One statement runs every twelve seconds, on a connection that the Postgres queue has open anyway; a notification only
+makes the next one come earlier. While the database does not answer, the last known decisions apply.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from idemconsumer.redaction import error_text
 from idemconsumer.worker.conditions import Conditions
 from idemconsumer.worker.lanes import Lanes
 
-EVERY: Final = 12.0  # seconds between two looks
-_SOONEST: Final = 0.25  # the same, however many notices come
-_AGAIN: Final = 2.0  # after one that failed
+EVERY: Final = 12.0  # seconds between two statements
+_SOONEST: Final = 0.25  # the same, however many notifications arrive
+_AGAIN: Final = 2.0  # the same after a failed statement
 _FAREWELL: Final = 1.0
 
-Ask = Callable[[str, dict[str, Any]], Awaitable[list[tuple[Any, ...]]]]  # runs a statement by its name
+Ask = Callable[[str, dict[str, Any]], Awaitable[list[tuple[Any, ...]]]]  # runs a statement, given by its name
 
 
 class Pause(msgspec.Struct, frozen=True):
@@ -48,7 +48,8 @@ _PAUSES: Final = msgspec.json.Decoder(list[Pause])
 
 
 class Steering:
-    """Of one worker. `begin` before anything is fetched, `run` beside the lanes, `end` after them."""
+    """The record and the decisions of one worker. Call `begin` before anything is fetched, run `run` beside the lanes,
+    and call `end` after them."""
 
     def __init__(
         self,
@@ -58,8 +59,9 @@ class Steering:
         lag: Callable[[], Mapping[str, Lag]] = dict,
         relays: Sequence[str] = (),
     ) -> None:
-        """`place`: which of its launcher's workers it is. `drain` is called once somebody wants it to leave. `lag`: how
-        far behind its sources it is, as far as that is known. `relays`: schemes to which it relays the outbox."""
+        """`place`: the number of this worker within its launcher. `drain` is called once a person wants it to leave.
+        `lag`: how far behind its sources it is, as far as that is known. `relays`: schemes to which it relays the
+        outbox."""
         self._relays = list(relays)
         self._handlers = handlers
         self._drain = drain
@@ -80,31 +82,31 @@ class Steering:
         }
 
     def told(self) -> None:
-        """Somebody has decided something: look soon."""
+        """Somebody has made a decision: read it soon."""
         self._duty.wake()
 
     def leaving(self) -> None:
-        """A drain has begun."""
+        """A drain has begun: record that soon."""
         self._state = "draining"
         self._duty.wake()
 
     async def begin(self, ask: Ask) -> bool:
-        """Put this worker on record, and learn what is paused. Returns True; raises StoreUnavailable while that cannot
-        be known, and then nothing may begin."""
+        """Put this worker on record and read which handlers are paused. Returns True. Raises StoreUnavailable while
+        that cannot be read; then nothing may start."""
         self._obey(await ask("register_process", self._said()))
         return True
 
     def steer(self, lanes: Lanes) -> None:
-        """These, from now on."""
+        """Apply the pauses to these lanes, now and from now on."""
         self._lanes = lanes
         lanes.pause(self._pauses.keys())
 
     def watch(self, conditions: Conditions) -> None:
-        """What they say goes on record, from now on."""
+        """Record the conditions of the handlers from now on."""
         self._conditions = conditions
 
     async def run(self, ask: Ask) -> None:
-        """Until it is cancelled."""
+        """Run until cancelled."""
         self._ask = ask
         await self._duty.run()
 
@@ -115,12 +117,12 @@ class Steering:
         return EVERY
 
     def _say_failed(self, error: BaseException) -> None:
-        # At first no session may be open yet, and in a drain its connection may be closed meanwhile.
+        # At the start no session may be open yet, and in a drain its connection may already be closed.
         if self._has_looked and self._state != "draining":
             log.info("paused handlers could not be read, using the last known ones", error=error_text(error))
 
     async def end(self, ask: Ask) -> None:
-        """Take it off the record, if the database answers soon. Else it is seen as lost, and pruned."""
+        """Remove the record, if the database answers soon. Otherwise the worker is later seen as lost, and pruned."""
         if self._id is not None:
             with suppress(StoreUnavailable, TimeoutError):
                 async with asyncio.timeout(_FAREWELL):
@@ -160,7 +162,7 @@ class Steering:
         if self._lanes is not None:
             self._lanes.pause(self._pauses.keys())
         if before != self._pauses:
-            self._duty.wake()  # so that others soon see that it is obeyed
+            self._duty.wake()  # record soon that the decision is applied
         if leave and self._state == "running":
             self._state = "draining"
             self._drain()

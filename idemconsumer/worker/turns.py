@@ -1,4 +1,4 @@
-"""Lanes take turns while this process's CPU is what limits it: `rules.group_size` decides how many run at a time."""
+"""Lanes take turns while this process is limited by its CPU: `rules.group_size` decides how many run at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 
 from idemconsumer.rules.group_size import open_groups
 
-_LOOK: Final = 0.05  # seconds between two looks at the CPU
+_LOOK: Final = 0.05  # seconds between two measurements of the CPU
 _PATIENCE: Final = 0.5  # seconds
 
 
@@ -24,9 +24,11 @@ class _Waiting:
 
 
 class Turns:
-    """A handler with no group open has its turn at once. Of those that wait, the handler with the fewest open comes
-    first, then who came first; and any within half a second: a group that has its turn may wait long for a rival's key
-    or for a row, while something else keeps the CPU busy.
+    """Gives turns to groups. A handler with no open group gets one at once.
+
+    Among waiting groups, the handler with the fewest open groups comes first, then the group that has waited longest.
+    Any group gets a turn after half a second: a group that has its turn may wait long for a key that another worker
+    holds, or for a row, while other work keeps the CPU busy.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Turns:
         try:
             await waiting.turn
         except asyncio.CancelledError:
-            if not waiting.turn.cancelled():  # given at the same moment
+            if not waiting.turn.cancelled():  # the turn was given at the same moment
                 self._leave(handler)
             raise
 
@@ -77,7 +79,8 @@ class Turns:
         return not self._open[handler] or self.free > 0
 
     def _admit(self) -> None:
-        """Called whenever a turn may be free, so a group that finds one free has none of its handler before it."""
+        """Give turns that are free. Called whenever one may be, so a group that finds one free overtakes none of its
+        own handler."""
         self._waiting = [waiting for waiting in self._waiting if not waiting.turn.cancelled()]
         while self._waiting:
             first = min(self._waiting, key=lambda waiting: self._open[waiting.handler])
@@ -98,7 +101,7 @@ class Turns:
             self._admit()
 
     def _watch(self) -> None:
-        """Go on looking while a group waits, since for a long time none may begin or end."""
+        """Keep measuring while a group waits, since for a long time no group may begin or end."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_LOOK, self._on_timer)
 

@@ -57,18 +57,18 @@ if TYPE_CHECKING:
     from idemconsumer.worker.saga_lease import SagaLease
 
 T = TypeVar("T")
-_LAST_LOOK: Final = 5.0  # seconds
-_SPARE: Final = 60.0  # seconds that a worker without sagas may stand still beyond its longest `timeout`
-Planned = tuple[str, Broker, list[Subscription]]  # of one feed
+_LAST_LOOK: Final = 5.0  # seconds for the relay's last round
+_SPARE: Final = 60.0  # seconds beyond the longest `timeout` for which a worker without sagas may block
+Planned = tuple[str, Broker, list[Subscription]]  # name, broker and subscriptions of one feed
 
 
 def longest_run(handlers: Sequence[BoundHandler]) -> float:
-    """What bounds the sessions that these handlers run in."""
+    """The longest `timeout` of these handlers, which limits the sessions that they run in."""
     return max((handler.options.timeout for handler in handlers), default=30.0)
 
 
 def shortest_lease(leased: Sequence[BoundHandler]) -> float:
-    """The lease of a worker with these handlers of sagas, one at least."""
+    """The lease of a worker with these saga handlers, of which there is at least one."""
     return min(handler.options.lease for handler in leased)
 
 
@@ -77,15 +77,19 @@ def _connect(scheme: str, settings: Settings) -> Broker:
 
 
 def _leave(place: str) -> None:
-    """L37: only its end counts what ran, and lets the launcher start another worker."""
+    """Exit as if killed: only that counts the messages that ran, and lets the launcher start another worker (L37)."""
     leave_as_killed("event loop blocked, exiting as if killed", where=place)
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a process lends its workers and apps. `connect` makes the client of a scheme; `stuck` is called, in a
-    thread, with the place where the event loop stands still for too long; `settings` replace the environment's.
-    `locks`: those of a database that was looked at before (R7), and is not looked at again."""
+    """What a process provides to its workers and apps.
+
+    - `connect` creates the client of a scheme.
+    - `stuck` is called, in a thread, with the place at which the event loop has been blocked for too long.
+    - `settings` replace those of the environment.
+    - `locks`: how many keys all groups together may lock, if the database was checked before (R7) and is not again.
+    """
 
     connect: Callable[[str, Settings], Broker] = _connect
     stuck: Callable[[str], None] = _leave
@@ -139,11 +143,11 @@ class Worker:
         return await standing(self._lanes, self._feeds)
 
     def drain(self) -> None:
-        """Stop fetching, finish what runs, commit, settle, leave (D11). Call it from the loop's thread."""
+        """Stop fetching, finish, commit and settle what runs, then leave (D11). Call it in the loop's thread."""
         self._drain.set()
 
     def when_asked(self, leave: Callable[[], None]) -> None:
-        """`leave` is called when a person wants this worker to leave (O15); else it drains."""
+        """Set the function to call when a person wants this worker to leave (O15). By default the worker drains."""
         self._leave_when_asked = leave
 
     def abort(self) -> None:
@@ -152,16 +156,16 @@ class Worker:
             self._main.cancel()
 
     async def run(self) -> None:
-        """Returns when drained, or when every source is empty under `until_empty`.
+        """Run until drained or, with `until_empty`, until every source is empty.
 
-        Raises ConfigurationError for a database, a source or a resource that cannot be used as configured. Waits,
-        with backoff, for servers that cannot be reached.
+        Raises ConfigurationError for a database, a source or a resource that cannot be used as configured. Waits, with
+        backoff, for servers that cannot be reached.
         """
         self._main = asyncio.current_task()
         forks.use_loop()
         if self._settings.dsn is None:
             raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN, e.g. postgresql://user@host/db")
-        planned = self._planned_feeds()  # before anything is open: it raises for a missing driver or address
+        planned = self._planned_feeds()  # before anything is opened: it raises for a missing driver or address
         async with self._reporting.going_on():
             await self._resources.open()
             try:
@@ -228,7 +232,7 @@ class Worker:
             await self._consume(dsn, planned, store, engine, saga_lease, steering, relay)
 
     async def _reached(self, opening: Callable[[], Awaitable[T]]) -> T | None:
-        """Open something in the database once it can be reached. None when a drain came first."""
+        """Open something in the database once it can be reached. Returns None if a drain came first."""
         outage = Outage()
         while not self._drain.is_set():
             try:
@@ -250,7 +254,7 @@ class Worker:
         )
 
     async def _open_saga_lease(self, dsn: str, engine: Engine) -> SagaLease:
-        from idemconsumer.worker.saga_lease import SagaLease  # with all that runs sagas: only who has some waits for it
+        from idemconsumer.worker.saga_lease import SagaLease  # imports all that runs sagas, so only if there are some
 
         settings, leased = self._settings, self._leased
         return await SagaLease.open(
@@ -328,7 +332,7 @@ class Worker:
                     broker.relay_by(relay.wake)
                 upkeep.append(asyncio.create_task(steering.run(broker.ask)))
                 upkeep.append(asyncio.create_task(lock_waits.run(broker.ask)))
-        if os.environ.get(WORKER, "0") == "0":  # one process of a program says it
+        if os.environ.get(WORKER, "0") == "0":  # only one process of a program logs these findings
             upkeep += [asyncio.create_task(feed.warn()) for feed in feeds]
             app = self.handlers[0].app
             if self._schedules:
@@ -337,7 +341,7 @@ class Worker:
                 upkeep.append(asyncio.create_task(schedules.run()))
             if self._sagas is not None:
                 upkeep.append(asyncio.create_task(warn_of_orphans(dsn, settings.schema, app, self._sagas)))
-        # Where there are sagas their lease's thread ends this process, which knows of steps that may take longer (L37).
+        # With sagas, the thread of their lease ends this process, as it knows of steps that may take longer (L37).
         PULSE.begin(self._most_silence(), (lambda _: None) if self._leased else self._around.stuck)
         try:
             async with asyncio.TaskGroup() as group:
@@ -352,25 +356,25 @@ class Worker:
                     watch.cancel()
                 steering.leaving()
                 await self._leave(feeds, lanes)
-                if relay is not None and relaying is not None:  # others, or the next one, relay what takes longer
+                if relay is not None and relaying is not None:  # other workers, or the next, relay what takes longer
                     relay.stop()
                     await asyncio.wait([relaying], timeout=_LAST_LOOK)
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
         finally:
             PULSE.end()
-            async with AsyncExitStack() as closing:  # the last one first, and all of them whatever one of them raises
+            async with AsyncExitStack() as closing:  # in reverse order, each of them whatever another one raises
                 closing.callback(lambda: log.info("worker stopped", **self.counts))
                 closing.push_async_callback(engine.deliveries.close)
                 closing.callback(engine.endings.telling.close)
                 for broker in self._brokers.values():
                     closing.push_async_callback(broker.close)
-                for feed in feeds:  # for an abort: a member that does not leave would hold up its whole group
+                for feed in feeds:  # for an abort: a Kafka member that does not leave would hold up its whole group
                     closing.push_async_callback(feed.close)
                 await end(*upkeep, *([] if relaying is None else [relaying]))
 
     def _most_silence(self) -> float:
-        """For how many seconds this process may run no Python: longer than an event loop may stand still (L37)."""
+        """For how many seconds this process may run no Python code: longer than an event loop may be blocked (L37)."""
         longest = longest_run(self.handlers)
         return longest + (1.5 * shortest_lease(self._leased) + 1.0 if self._leased else _SPARE)
 
@@ -415,7 +419,7 @@ class Worker:
         await asyncio.gather(*(feed.stop_fetching() for feed in feeds))
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._settings.drain_timeout
-        # What begins later may not end in time.
+        # A message that starts later may not finish in time.
         await lanes.run_out(self._settings.drain_timeout / 2, lambda: any(feed.reading for feed in feeds))
         lanes.drain()
         if not await within(deadline - clock(), lanes.finished):
@@ -433,6 +437,6 @@ def _scheme(destination: str) -> str:
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first real error of a group: what a person needs to read."""
+    """The first real error of a group: the one that a person needs to read."""
     error = errors.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error

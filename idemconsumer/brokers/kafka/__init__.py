@@ -1,4 +1,5 @@
-"""Kafka, through aiokafka. The only room that imports that driver.
+"""Kafka, through aiokafka. Only this folder imports that driver.
 
-`session` fetches and commits, `low_water` says up to where, `health` notices that the broker has gone.
+`kafka_session` fetches and commits, `low_water` computes the offset to commit, `kafka_health` notices that the broker
+is unreachable.
 """

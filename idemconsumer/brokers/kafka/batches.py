@@ -1,7 +1,7 @@
-"""Batches of records that the client has failed to read, taken apart one record at a time (K13).
+"""Decodes, one record at a time, batches that the client has failed to read (K13).
 
-The client gives up at the first fault and says neither where it is nor what comes behind. Here a fault costs what it is
-in: one record whose header's name is no text, or the whole batch where the checksum or the compression is wrong.
+The client stops at the first fault and reports neither where it is nor what follows. Here a fault costs only the part
+that it is in: one record whose header name is not text, or the whole batch if its checksum or compression is wrong.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from idemconsumer.errors import BadMessage
 
 _OVERHEAD = struct.calcsize(">qi")
 _MAGIC_AT = struct.calcsize(">qii")
-_EPOCH = struct.Struct(">qiib")  # base offset, length of what comes behind it, the leader's epoch, format
+_EPOCH = struct.Struct(">qiib")  # base offset, length of the rest, the leader's epoch, format
 _HEADER = DefaultRecordBase.HEADER_STRUCT
 _CODECS = {1: ("gzip", gzip_decode), 2: ("snappy", snappy_decode), 3: ("lz4", lz4_decode), 4: ("zstd", zstd_decode)}
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A record, or what stands in the place of one or more that cannot be read; `next` is the offset behind it.
-    `fault` says why it cannot be read, without quoting it; the record then holds what is left of it. `whole`: it is
-    as it was written, so no other replica has it otherwise; `large`: the batch is too large for us (K14)."""
+    """A record, or a stand-in for one or more that cannot be read; `next` is the offset after it.
+
+    `fault` says why it cannot be read, without quoting it; `record` then holds what is left of it. `whole`: these are
+    the bytes as they were written, so no replica has a better copy. `large`: the batch exceeds our limit (K14).
+    """
 
     record: ConsumerRecord
     next: int
@@ -44,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class RecordBatch:
-    """`next` is the offset behind its last record, `leaders` whose epoch it is of, as `Leaders.follow` takes it."""
+    """`next` is the offset after its last record; `leaders` are its epochs, as `Leaders.follow` takes them."""
 
     next: int
     pieces: list[Piece]
@@ -52,7 +54,7 @@ class RecordBatch:
 
 
 def refused(pieces: Iterable[Piece]) -> dict[int, BadMessage]:
-    """By offset, why those of them that cannot be read are to be dead letters."""
+    """For each piece that cannot be read, by offset, the reason for its dead letter."""
     return {
         piece.offset: BadMessage(
             "oversized" if piece.large else "unreadable",
@@ -66,10 +68,12 @@ def refused(pieces: Iterable[Piece]) -> dict[int, BadMessage]:
 def batch_at(
     at: TopicPartition, fetched: bytes, position: int, aborted: Iterable[tuple[int, int]] = ()
 ) -> RecordBatch | None:
-    """The batch that `position` is in, or the first one behind it; None if there is none in what was fetched.
+    """The batch that contains `position`, or the first one after it; None if what was fetched has none.
 
-    `aborted`: the transactions that Kafka names beside what was fetched, by producer and first offset. A batch of one
-    has no records to read. None of them ends before `position`, so this batch is of one if that has begun by then."""
+    `aborted`: the aborted transactions that Kafka lists with a fetch, by producer and first offset. A batch of such a
+    transaction has no records to read. None of them ends before `position`, so this batch belongs to one if the
+    transaction has begun by then.
+    """
     for raw in _batches(fetched):
         base = int.from_bytes(raw[:8], "big", signed=True)
         if len(raw) <= _MAGIC_AT or raw[_MAGIC_AT] < 2 or len(raw) < _HEADER.size:
@@ -84,7 +88,7 @@ def batch_at(
 
 
 def leaders_of(fetched: bytes) -> Iterator[tuple[int, int]]:
-    """From which offset on which leader's epoch holds, for the batches that were fetched of a partition."""
+    """Pairs of an offset and the leader epoch that holds from there on, for the fetched batches of a partition."""
     start, last = 0, None
     while len(fetched) - start >= _EPOCH.size:
         base, length, leader, magic = _EPOCH.unpack_from(fetched, start)
@@ -156,7 +160,7 @@ def _records(
 
 
 def _record(at: TopicPartition, data: bytearray, base: int, first_time: int, appended: int | None) -> Piece:
-    """One record. ValueError or IndexError when not even its offset, key and value can be told."""
+    """One record. Raises ValueError or IndexError when not even its offset, key and value can be decoded."""
     time_delta, pos = decode_varint(data, 1)
     offset_delta, pos = decode_varint(data, pos)
     key, pos = _bytes(data, pos)

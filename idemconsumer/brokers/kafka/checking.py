@@ -1,7 +1,7 @@
-"""For `check`, and a worker's start: what there is to say of a subscription's topics and group.
+"""For `check` and a worker's start: findings on the topics and the group of a subscription.
 
-What a group and its brokers would refuse a new member for is read before there is one; and what a group has not read
-yet is set beside what its topic still keeps, and for how long (K11).
+Reasons for which a group and its brokers would refuse a new member are read before one joins; what a group has not read
+yet is compared with what its topic still keeps, and for how long (K11).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST: Final = "group.max.session.timeout.ms"
 async def subscription_findings(
     connection: dict[str, Any], admin: AIOKafkaAdminClient, subscription: Subscription, settings: Settings
 ) -> list[Finding]:
-    """Raises TimeoutError, KafkaError or OSError."""
+    """Findings on one subscription. Raises TimeoutError, KafkaError or OSError."""
     subject = subscription.source
     topics = await topics_of(admin, subscription)
     if not topics:
@@ -64,7 +64,8 @@ async def subscription_findings(
 
 
 async def contested_findings(admin: AIOKafkaAdminClient, subscriptions: Iterable[Subscription]) -> list[Finding]:
-    """The topics that patterns of two handlers match, in each group (K17). Raises KafkaError."""
+    """The topics that patterns of two handlers match, in each group (K17: no handler reads such a topic). Raises
+    KafkaError."""
     existing = await admin.list_topics()
     groups: dict[str, list[Subscription]] = {}
     for each in subscriptions:
@@ -82,7 +83,7 @@ async def contested_findings(admin: AIOKafkaAdminClient, subscriptions: Iterable
 
 
 async def topics_of(admin: AIOKafkaAdminClient, subscription: Subscription) -> Sequence[str]:
-    """The topic, or all that the pattern matches now."""
+    """The topic, or all topics that the pattern matches now."""
     topics = Topics([subscription])
     return sorted(topics.names or filter(topics.match, await admin.list_topics()))
 
@@ -93,10 +94,10 @@ async def partitions_of(admin: AIOKafkaAdminClient, topic: str) -> int:
 
 
 async def retention_of(admin: AIOKafkaAdminClient, topic: str) -> float | None:
-    """How long the topic keeps a message, and so can redeliver it; `inf`: for ever, None: unknown."""
+    """How long the topic keeps a message, in seconds, and so can redeliver it; `inf`: for ever, None: unknown."""
     values = await config_of(admin, ConfigResourceType.TOPIC, topic, "retention.ms", "cleanup.policy")
     if "delete" not in str(values.get("cleanup.policy", "delete")):
-        return math.inf  # compacted: the last message of a key stays
+        return math.inf  # compacted: the last message of each key is kept
     if (milliseconds := values.get("retention.ms")) is None:
         return None
     return math.inf if int(milliseconds) < 0 else int(milliseconds) / 1000
@@ -111,15 +112,15 @@ def missing_text(servers: str, topics: Sequence[str]) -> str:
 async def _group_findings(
     admin: AIOKafkaAdminClient, subject: str, group: str, session_timeout: float
 ) -> list[Finding]:
-    """Errors and warnings only. What cannot be read is left out. Raises TimeoutError."""
+    """Errors and warnings only; what cannot be read is left out. Raises TimeoutError."""
     found = []
     try:
         found += await _members(admin, subject, group)
     except GroupAuthorizationFailedError as error:
         found.append(Finding("error", subject, refusal(error)))
     except KafkaError:
-        pass  # such as a new cluster, which makes the groups' own topic first
-    with contextlib.suppress(KafkaError):  # it takes a right on the cluster that workers do not need
+        pass  # for example a new cluster, which has yet to create the topic of group offsets
+    with contextlib.suppress(KafkaError):  # this needs a right on the cluster that workers do not need
         found += await _session(admin, subject, session_timeout)
     return found
 
@@ -156,12 +157,12 @@ async def _session(admin: AIOKafkaAdminClient, subject: str, session_timeout: fl
 async def _lag_findings(
     connection: dict[str, Any], admin: AIOKafkaAdminClient, topic: str, group: str, kept: float | None
 ) -> list[Finding]:
-    """What was lost, and what soon may be: messages in the second half of the `kept` seconds. Raises KafkaError."""
+    """Messages that were lost, or soon may be: those in the second half of the `kept` seconds. Raises KafkaError."""
     subject = f"kafka:{topic}"
     try:
         offsets = await admin.list_consumer_group_offsets(group)
     except GroupCoordinatorNotAvailableError:
-        return []  # a new cluster makes the groups' own topic when it is first asked
+        return []  # a new cluster creates the topic of group offsets on the first request
     read = {at: each.offset for at, each in offsets.items() if at.topic == topic and each.offset >= 0}
     if not read:
         return []
@@ -187,7 +188,7 @@ async def _lag_findings(
 async def _older_than(
     consumer: AIOKafkaConsumer, ends: dict[TopicPartition, int], seconds: float | None
 ) -> dict[TopicPartition, int]:
-    """The offset below which all messages of a partition are older."""
+    """For each partition, the offset below which all messages are older than `seconds`."""
     if seconds is None:
         return {}
     at_time = int((time.time() - seconds) * 1000)

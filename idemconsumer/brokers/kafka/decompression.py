@@ -1,7 +1,7 @@
-"""Decompression of Kafka's batches, bounded before anything is made (K14).
+"""Decompression of Kafka's batches, with a limit that is checked before memory is allocated (K14).
 
-The broker's limit is on the compressed batch, and the client decompresses whatever comes: 300 MB of one letter are a
-gzip batch of 300 kB, and took 945 MB of memory. A worker with less was killed by it at each start.
+The broker limits the compressed batch, and the client decompresses whatever arrives: 300 MB of one repeated character
+are a gzip batch of 300 kB, and took 945 MB of memory. A worker with less was killed by it at each start.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ LEAST_LIMIT: Final = 32 << 20
 """Producers bound a batch before they compress it, at 16 kB to 1 MB by default."""
 
 _XERIAL: Final = b"\x82SNAPPY\0\0\0\0\1\0\0\0\1"  # how Java frames snappy; blocks with their lengths follow
-_ROOM: Final = 256 << 10  # bytes of the first buffer for codecs that do not say the size beforehand
+_ROOM: Final = 256 << 10  # bytes of the first buffer, for codecs that do not announce the size
 _IN_EXTENSION: Final = () if NO_EXTENSIONS else ("_crecords.",)
 
 _limit = LEAST_LIMIT
 
 
 class TooLarge(Exception):
-    """More bytes than the limit. Nothing of that size was made."""
+    """More bytes than the limit. No buffer of that size was allocated."""
 
     def __init__(self) -> None:
         super().__init__(f"more than {_limit:,} bytes")
 
 
 def limit(most: int) -> None:
-    """From now on the client, in this whole process, raises TooLarge for a batch above `most` bytes, or above what was
-    asked for before; 32 MiB at least."""
+    """From now on, make the client in this whole process raise TooLarge for a batch above `most` bytes. The highest
+    limit requested so far counts, and 32 MiB at least."""
     global _limit
     _limit = max(_limit, most)
     for folder in ("", *_IN_EXTENSION):
@@ -49,7 +49,7 @@ def limit(most: int) -> None:
 
 def gzip_decode(data: Any) -> bytes:
     parts, left, rest = list[bytes](), _limit, bytes(data)
-    while rest:  # members, one after another
+    while rest:  # gzip members, one after another
         member = zlib.decompressobj(wbits=31)
         parts.append(member.decompress(rest, left + 1))
         if (left := left - len(parts[-1])) < 0:
@@ -87,7 +87,7 @@ def zstd_decode(data: Any) -> bytes:
 
 
 def _into_a_buffer(decompress_into: Callable[[Any, bytearray], int], data: Any) -> bytes:
-    """With a larger buffer, as long as it is the buffer that was too small."""
+    """Retry with a larger buffer as long as the buffer is the reason for the failure."""
     size = min(_limit, max(_ROOM, 8 * len(data)))
     while True:
         buffer = bytearray(size)

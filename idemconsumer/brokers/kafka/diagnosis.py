@@ -1,4 +1,4 @@
-"""Why Kafka cannot be used, in our words. The client says of every failed start only that it failed."""
+"""Why Kafka cannot be used, in our words. Of a failed start the client reports only that it failed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from idemconsumer.redaction import error_text
 _ALL: Final = 12.0  # seconds for all servers together
 _PROTOCOL: Final = "IDEMCONSUMER_KAFKA_SECURITY_PROTOCOL"
 
-# What a member of a group is refused for, though the server can be used.
+# Why a group refuses a member although the server can be used.
 _REFUSALS: Final[Mapping[type[errors.KafkaError], str]] = {
     errors.InvalidSessionTimeoutError: (
         "the broker refuses this session timeout; set IDEMCONSUMER_KAFKA_SESSION_TIMEOUT to a value between its "
@@ -40,14 +40,14 @@ _REFUSALS: Final[Mapping[type[errors.KafkaError], str]] = {
 
 
 def refusal(error: BaseException) -> str:
-    """What a request to a running Kafka was refused for, and what to do about it."""
+    """Why a running Kafka refused a request, and what to do about it."""
     return _REFUSALS.get(type(error), words(error)) if isinstance(error, errors.KafkaError) else words(error)
 
 
 async def unusable(options: Mapping[str, Any]) -> str | None:
-    """Connect to each server as the client with these options does; what is wrong with the last one that fails.
+    """Connect to each server as the client with these options does; returns what is wrong with the last one that fails.
 
-    None when nothing is. Quotes addresses, and no credentials. Bounded in time.
+    Returns None as soon as one server can be used. The text quotes addresses and no credentials. Bounded in time.
     """
     options = dict(options)
     found = None
@@ -65,20 +65,21 @@ async def unusable(options: Mapping[str, Any]) -> str | None:
 async def unavailable(
     options: Mapping[str, Any], error: BaseException, undone: str = "cannot be used"
 ) -> BrokerUnavailable:
-    """What to raise for an error of the client, which says too little, also of one that was connected before."""
+    """The exception to raise for an error of the client, with the cause that the client leaves out, also for a
+    connection that worked before."""
     servers = options["bootstrap_servers"]
     return BrokerUnavailable(f"Kafka at {servers} {undone}: {await unusable(options) or words(error)}")
 
 
 def has_expired(options: Mapping[str, Any]) -> str | None:
-    """That our certificate has, in words."""
+    """A text that says that our certificate has expired; None if it has not."""
     return expired(getattr(options.get("ssl_context"), "certificate", None))
 
 
 @asynccontextmanager
 async def answered(options: Mapping[str, Any], within: float) -> AsyncIterator[None]:
-    """A block that waits for the servers for so long, and only some seconds once our certificate has expired: the
-    client tries again and again, and says nothing. Raises TimeoutError."""
+    """A block that waits for the servers, at most `within` seconds. Raises TimeoutError. Once our certificate has
+    expired it waits for some seconds only: the client would retry without reporting anything."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(within) as limit:
         asked = loop.call_later(ANSWER, lambda: limit.reschedule(loop.time()) if has_expired(options) else None)
@@ -124,7 +125,7 @@ async def _server(host: str, port: int, options: Mapping[str, Any]) -> str | Non
 
 
 async def _other_protocol(host: str, port: int, options: Mapping[str, Any], error: BaseException) -> str:
-    """Our protocol failed; which one does the server speak?"""
+    """Why our protocol failed, by finding out which one the server speaks."""
     if (why := has_expired(options)) is not None:
         return f"{host}:{port} refuses the connection: {why}"
     at, ours = f"{host}:{port}", options["security_protocol"]
@@ -153,7 +154,7 @@ async def _connect(host: str, port: int, options: Mapping[str, Any]) -> AIOKafka
 
 
 async def _mechanisms(host: str, port: int, options: Mapping[str, Any]) -> list[str] | None:
-    """By what this server lets users log in; empty where it takes no login, None where it is no Kafka."""
+    """The login mechanisms that this server accepts; empty where it takes no login, None where it is no Kafka."""
     plain = options["security_protocol"].replace("SASL_", "")
     tls = {"ssl_context": options["ssl_context"]} if "ssl_context" in options else {}
     try:

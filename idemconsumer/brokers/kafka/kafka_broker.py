@@ -1,4 +1,4 @@
-"""Kafka through aiokafka: connecting, publishing and checking. Consuming is in `session`."""
+"""Kafka through aiokafka: connecting, publishing and checking. Consuming is in `kafka_session`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from idemconsumer.stores.kafka_positions import PostgresPositions
 OPEN_TIMEOUT = 15.0
 CHECK_TIMEOUT = 10.0
 FETCH_MAX_BYTES = 50 * 1024 * 1024
-HEARTBEAT_MS = 1_000  # a member notices a rebalance by its heartbeat, and all wait for the last one to notice
-METADATA_MAX_AGE_MS = 4_000  # a topic or partition that appears is consumed after this long at the latest
+HEARTBEAT_MS = 1_000  # a member notices a rebalance by its heartbeat, and the rebalance waits for the slowest member
+METADATA_MAX_AGE_MS = 4_000  # longest delay until a new topic or partition is consumed
 
 
 class KafkaBroker:
@@ -74,8 +74,8 @@ class KafkaBroker:
         self._positions = positions
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> KafkaSession:
-        """Join the group for all topics. BrokerUnavailable when none of the named ones exists, and there is no pattern;
-        a missing one is logged, once."""
+        """Join the group for all topics. A missing topic is logged once. Raises BrokerUnavailable when there is no
+        pattern and none of the named topics exists."""
         group = subscriptions[0].group
         topics = Topics(subscriptions)
         seat = self._seats.setdefault(group, Seat(group, _instance(self._settings.kafka_group_instance_id)))
@@ -84,21 +84,22 @@ class KafkaBroker:
             **self._connection,
             group_id=group,
             group_instance_id=seat.instance,
-            # By default it commits what still runs, skips what came before it joined, reads what was aborted (K9).
+            # By default the client commits messages that still run, skips those sent before it joined, and reads
+            # aborted ones (K9).
             enable_auto_commit=False,
             auto_offset_reset="none",
             isolation_level="read_committed",
             session_timeout_ms=int(self._settings.kafka_session_timeout * 1000),
             heartbeat_interval_ms=HEARTBEAT_MS,
             rebalance_timeout_ms=rebalance_ms,
-            request_timeout_ms=rebalance_ms + 10_000,  # a join is answered when the slowest member has drained
+            request_timeout_ms=rebalance_ms + 10_000,  # a join is answered only when the slowest member has drained
             metadata_max_age_ms=METADATA_MAX_AGE_MS,
-            # What the client holds ready comes on top of what is in hand. A larger record passes alone.
+            # The client's own buffer comes on top of what is in flight. A larger record is still fetched, alone.
             fetch_max_bytes=max(1, min(FETCH_MAX_BYTES, bounds.memory.bound // 4)),
         )
         try:
             async with asyncio.timeout(OPEN_TIMEOUT):
-                # With topics in the constructor this hangs for as long as one is missing.
+                # With topics in the constructor, start() would hang while one of them is missing.
                 await consumer.start()
                 existing = await consumer.topics()
             if not topics.patterns and topics.names.isdisjoint(existing):
@@ -117,24 +118,23 @@ class KafkaBroker:
         return session
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
-        """Publish all and wait until every in-sync replica has them. Raises BrokerUnavailable, and BadMessage for one
-        that is larger than Kafka takes.
+        """Publish all messages and wait until every in-sync replica has them.
 
-        When it raises, some may be on the topic and others may still get there: publish again, with the same
-        keys.
+        Raises BrokerUnavailable, and BadMessage for a message that is larger than Kafka accepts. When it raises, some
+        messages may be on the topic and others may still be written: publish all again, with the same keys.
         """
         await self._publisher.publish(name, messages)
 
     async def reply(self, replies: Sequence[Reply]) -> list[Unsent | None]:
-        """See `ports.Replying`. To the topic, and the partition, that the request's headers name."""
+        """See `ports.Replying`. Replies go to the topic and partition that the request's headers name."""
         return await self._publisher.reply(replies)
 
     async def relay(self, name: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
-        """See `ports.Relaying`. acks=all, by an idempotent producer."""
+        """See `ports.Relaying`. Sent with acks=all, by an idempotent producer."""
         return await self._publisher.relay(name, messages)
 
     async def check_destination(self, name: str) -> None:
-        """Whether the topic exists; not whether this user may write to it."""
+        """Check that the topic exists, else raise BrokerUnavailable; not whether this user may write to it."""
         try:
             async with asyncio.timeout(CHECK_TIMEOUT), admin_client(self._connection) as admin:
                 if not await partitions_of(admin, name):
@@ -157,7 +157,7 @@ class KafkaBroker:
         return found
 
     async def check_together(self, subscriptions: Sequence[Subscription]) -> list[Finding]:
-        """What is wrong with these beside each other. Says nothing of what cannot be reached; `check` does."""
+        """Conflicts between these subscriptions. An unreachable Kafka is not reported here; `check` does that."""
         if all(not is_pattern(each.source) for each in subscriptions):
             return []
         try:
@@ -167,7 +167,7 @@ class KafkaBroker:
             return []
 
     async def retention_seconds(self, subscription: Subscription) -> float | None:
-        """How long the topics keep a message, and so can redeliver it; `inf`: for ever, None: unknown."""
+        """How long the topics keep a message, in seconds, and so can redeliver it; `inf`: for ever, None: unknown."""
         try:
             async with asyncio.timeout(CHECK_TIMEOUT), admin_client(self._connection) as admin:
                 kept = [await retention_of(admin, topic) for topic in await topics_of(admin, subscription)]
@@ -180,6 +180,6 @@ class KafkaBroker:
 
 
 def _instance(name: str | None) -> str | None:
-    """The static member's id; each worker process of one program needs its own."""
+    """The static member's id; each worker process of one program needs an id of its own."""
     worker = os.environ.get("IDEMCONSUMER_WORKER")
     return f"{name}-{worker}" if name and worker else name

@@ -1,4 +1,4 @@
-"""Calls to aiokafka besides fetching and committing, those to a consumer each bounded in time."""
+"""Calls to aiokafka other than fetching and committing; those to a consumer are each bounded in time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from idemconsumer.logs import log
 from idemconsumer.redaction import error_text
 from idemconsumer.user_code.cancellation import retrieve
 
-LOSS: Final = (TimeoutError, KafkaError, OSError)  # what the client raises for servers that cannot be used
+LOSS: Final = (TimeoutError, KafkaError, OSError)  # what the client raises when the servers cannot be used
 ALLOW_READ: Final = "allow this user to READ and DESCRIBE the topic (kafka-acls.sh)"
 PROBE_TIMEOUT = 5.0
 STOP_TIMEOUT = 5.0
@@ -26,7 +26,7 @@ STOP_TIMEOUT = 5.0
 
 @asynccontextmanager
 async def admin_client(connection: Mapping[str, Any]) -> AsyncIterator[AIOKafkaAdminClient]:
-    """For questions, and for what no member does. Closed also where it could not start. LOSS."""
+    """An admin client, closed also if it could not start. Raises one of LOSS."""
     admin = AIOKafkaAdminClient(**connection)
     try:
         await admin.start()
@@ -36,20 +36,20 @@ async def admin_client(connection: Mapping[str, Any]) -> AsyncIterator[AIOKafkaA
 
 
 async def end_offsets(consumer: AIOKafkaConsumer, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-    """Where each partition ends for a reader of committed transactions. TimeoutError or KafkaError."""
+    """Where each partition ends for a reader of committed transactions. Raises TimeoutError or KafkaError."""
     async with asyncio.timeout(PROBE_TIMEOUT):
         return dict(await consumer.end_offsets(list(partitions)))
 
 
 async def cluster_of(client: AIOKafkaClient) -> str:
-    """The cluster's id; empty where Kafka does not tell it. TimeoutError or KafkaError."""
+    """The cluster's id; empty where Kafka does not report it. Raises TimeoutError or KafkaError."""
     async with asyncio.timeout(PROBE_TIMEOUT):
         answer = await client.send(client.get_random_node(), MetadataRequest([]))
     return getattr(answer, "cluster_id", None) or ""
 
 
 async def position_of(consumer: AIOKafkaConsumer, at: TopicPartition) -> int | None:
-    """The next offset to be fetched; None while the client does not know it yet. Does not wait for it."""
+    """The next offset to be fetched; None while the client does not know it yet. Does not wait."""
     try:
         async with asyncio.timeout(0):
             return int(await consumer.position(at))
@@ -60,11 +60,11 @@ async def position_of(consumer: AIOKafkaConsumer, at: TopicPartition) -> int | N
 async def stop(consumer: AIOKafkaConsumer) -> None:
     """Leave the group and close the connections, within `STOP_TIMEOUT` and a few seconds (K8).
 
-    `stop()` waits for a join under way, and a join waits for the slowest member. Cut off there, this member
-    would be given partitions that go unread until its session times out; and it cannot say that it leaves on the
-    connection that waits. So it leaves on another one, which answers the join. With the broker down `stop()`
-    may wait for ever, or raise the CancelledError of a task of its own. Then the client's parts are closed
-    one by one, since a second `stop()` does nothing.
+    `stop()` waits for a join under way, and a join waits for the slowest member. If the join were cut off, this member
+    would still be assigned partitions, which go unread until its session times out; and on the connection that waits it
+    cannot send that it leaves. So it leaves on another connection, which makes the broker answer the join. With the
+    broker down, `stop()` may wait for ever, or raise the CancelledError of a task of its own. Then the client's parts
+    are closed one by one, since a second `stop()` does nothing.
     """
     stopping = asyncio.create_task(consumer.stop())
     await asyncio.wait({stopping}, timeout=0.5)
@@ -86,7 +86,7 @@ async def _leave(consumer: AIOKafkaConsumer) -> None:
 
 
 async def _done(closing: Coroutine[Any, Any, None] | asyncio.Task[None], seconds: float) -> bool:
-    """Whether it ended in time. It runs in a task of its own, so that only *our* cancellation counts as one."""
+    """Whether it ended in time. It runs in its own task, so that only a cancellation of *this* task counts as one."""
     task = asyncio.ensure_future(closing)
     task.add_done_callback(retrieve)
     await asyncio.wait({task}, timeout=seconds)

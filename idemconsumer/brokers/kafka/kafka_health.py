@@ -1,4 +1,4 @@
-"""Probing Kafka at intervals: a dead broker or a missing topic is as silent as an empty one (K7)."""
+"""Probes Kafka at intervals: to a consumer, a dead broker or a missing topic looks like an empty one (K7)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from idemconsumer.brokers.kafka.topics import Topics
 
 T = TypeVar("T", str, TopicPartition)
 
-GIVE_UP = 60.0  # seconds without an answer: longer than a group remembers a silent member
+GIVE_UP = 60.0  # seconds without an answer: longer than a group keeps a silent member
 
 
 class KafkaHealth:
-    """Broker down, topic missing, fetch stalled: each is logged once when it begins and once when it is over."""
+    """Broker down, topic missing, fetch stalled: each is logged once when it begins and once when it ends."""
 
     def __init__(self, consumer: AIOKafkaConsumer, topics: Topics, log: Any, connection: Mapping[str, Any]) -> None:
         self._consumer = consumer
@@ -29,7 +29,7 @@ class KafkaHealth:
         self._log = log
         self._connection = connection
         self._down_since: float | None = None
-        self._said: dict[str, Collection[Any]] = {}  # what is wrong now, by what is wrong with it
+        self._said: dict[str, Collection[Any]] = {}  # for each kind of problem, what has it now
         self._positions: Mapping[TopicPartition, int] = {}
         self._empty_polls: set[str] = set()
 
@@ -39,11 +39,11 @@ class KafkaHealth:
         return None if self._down_since is None else asyncio.get_running_loop().time() - self._down_since
 
     def polled(self, sources: Iterable[str]) -> None:
-        """The consumer was asked for more of these, waited, and got nothing."""
+        """Record that the consumer polled these sources and got nothing."""
         self._empty_polls.update(sources)
 
     def existing(self, topics: Iterable[str]) -> None:
-        """These topics exist now."""
+        """Record which topics exist now."""
         topics = frozenset(topics)
         begun, over = self._changed("missing", self._topics.names - topics)
         for topic in begun:
@@ -67,12 +67,12 @@ class KafkaHealth:
             )
 
     def _changed(self, what: str, now: Collection[T]) -> tuple[list[T], list[T]]:
-        """Of which it is wrong since they were last looked at, and of which no more."""
+        """What has the problem `what` since the last call, and what no longer has it."""
         said, self._said[what] = self._said.get(what, ()), now
         return sorted(set(now) - set(said)), sorted(set(said) - set(now))
 
     async def probe(self) -> str | None:
-        """Why the session should end; None as long as it may go on."""
+        """The reason to end the session; None if it may go on."""
         known = self._existing()
         named = {TopicPartition(topic, 0) for topic in known & self._topics.names}
         ours = {at for at in self._consumer.assignment() if at.topic in known}
@@ -95,7 +95,7 @@ class KafkaHealth:
         return None
 
     def _existing(self) -> frozenset[str]:
-        """The topics that the client knows: of a membership with patterns all, else its own."""
+        """The topics that the client knows: all topics for a membership with patterns, else those it named."""
         known = self._consumer._client.cluster.topics() | self._topics.names
         return frozenset(topic for topic in known if self._consumer.partitions_for_topic(topic))
 
@@ -109,7 +109,7 @@ class KafkaHealth:
                 error=await unusable(self._connection) or words(error),
             )
         elif (expired := has_expired(self._connection)) is not None and expired in (
-            why := await unusable(self._connection) or ""  # else they may only be away
+            why := await unusable(self._connection) or ""  # otherwise the servers may just be unreachable
         ):
             return f"Kafka at {self._servers} cannot be used: {why}"
         elif now - self._down_since >= GIVE_UP:
@@ -117,7 +117,7 @@ class KafkaHealth:
         return None
 
     async def _look_for_stalls(self, ends: Mapping[TopicPartition, int]) -> None:
-        """A stall: a partition with more records has not moved since the last probe, though it was polled."""
+        """Log stalls: a partition with more records that has not moved since the last probe, though it was polled."""
         paused = self._consumer.paused()
         positions = {at: found for at in ends if (found := await position_of(self._consumer, at)) is not None}
         stalled = frozenset(

@@ -1,6 +1,6 @@
 """How each client of aiokafka connects: addresses, TLS and credentials, from the settings.
 
-Tokens for logins by OAUTHBEARER are from an OAuth server by client credentials, or signed for Amazon MSK.
+Tokens for OAUTHBEARER logins come from an OAuth server by client credentials, or are signed for Amazon MSK.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from idemconsumer.settings import Settings
 PROTOCOLS: Final = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 MECHANISMS: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER", "AWS_MSK_IAM")
 _OAUTH: Final = "OAUTHBEARER"
-_USED: Final = 0.8  # of a token's life: Kafka closes a connection whose token is over
-_SHORTEST: Final = 60.0  # seconds, where the server does not say
+_USED: Final = 0.8  # of a token's lifetime: Kafka closes a connection whose token has expired
+_SHORTEST: Final = 60.0  # seconds, where the server does not report a lifetime
 _ANSWER: Final = 5.0  # seconds
 
-Fetched = tuple[str, float]  # a token, and for how many seconds it is good
+Fetched = tuple[str, float]  # a token, and its lifetime in seconds
 
 
 def connection_options(settings: Settings) -> dict[str, Any]:
@@ -85,11 +85,11 @@ def _tls(settings: Settings) -> RenewedContext:
 
 
 class NoToken(KafkaError):  # type: ignore[misc]
-    """The server of tokens cannot be used. The text says why, without secrets."""
+    """The token server cannot be used. The text gives the reason, without secrets."""
 
 
 class Tokens(AbstractTokenProvider):  # type: ignore[misc]
-    """See aiokafka. A token is kept for most of its life; `fetch` may block, and raises NoToken."""
+    """See aiokafka. A token is cached for most of its lifetime. `fetch` may block, and raises NoToken."""
 
     def __init__(self, fetch: Callable[[], Fetched]) -> None:
         self._fetch = fetch
@@ -106,7 +106,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
 
 
 def oauth_tokens(settings: Settings, tls: ssl.SSLContext | None) -> Tokens:
-    """By client credentials (RFC 6749, 4.4). ConfigurationError for settings that are missing."""
+    """Tokens by client credentials (RFC 6749, 4.4). Raises ConfigurationError for missing settings."""
     url, scope = settings.kafka_oauth_token_url, settings.kafka_oauth_scope
     user, password = settings.kafka_sasl_username, settings.kafka_sasl_password
     if url is None or user is None or password is None:
@@ -138,7 +138,7 @@ def oauth_tokens(settings: Settings, tls: ssl.SSLContext | None) -> Tokens:
 
 
 def msk_tokens() -> Tokens:
-    """Signed for the region, with the credentials, that AWS clients find. ConfigurationError without a region."""
+    """Tokens signed with the AWS environment's region and credentials. ConfigurationError without a region."""
     try:
         from aws_msk_iam_sasl_signer import MSKAuthTokenProvider as Signer
         from botocore.session import Session

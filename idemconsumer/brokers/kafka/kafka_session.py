@@ -1,17 +1,16 @@
-"""One membership in a consumer group: fetching, bounds, commits, rebalances, and noticing that Kafka is gone.
+"""One membership in a consumer group: fetching, limits, commits, rebalances, and detecting that Kafka is unreachable.
 
-What the client does that shapes this file (aiokafka 0.14):
+Behaviour of the client (aiokafka 0.14) that shapes this file:
 
-* `getmany` blocks through a whole rebalance, and a cancelled one leaks its fetch count, after which
-  `max_poll_interval` is never enforced again. So it runs in a task of its own that outlives a `fetch()`, is
-  never cancelled while the consumer lives, and registers what it got before any await (K1): a dropped result would
-  look like a hole in the offsets, and be committed over.
-* Assignments are eager: each rebalance revokes everything. An epoch is one partition in one assignment (K4).
-* The coordinator retries a commit across rebalances and then sends it with the *new* generation, which Kafka
-  accepts, backwards too. So the revoke callback waits for the commit under way, makes the last one, and ends
-  the epochs before it lets the group go on (K5).
-* Whatever the revoke callback raises is swallowed; `stop()` does not call it; pauses are forgotten by a
-  rebalance.
+- `getmany` blocks through a whole rebalance, and a cancelled one leaks its fetch count, after which `max_poll_interval`
+  is never enforced again. So it runs in a task of its own that outlives a `fetch()`, is never cancelled while the
+  consumer lives, and registers its result before any await (K1): a dropped result would look like a hole in the
+  offsets, and would be committed over.
+- Assignments are eager: each rebalance revokes everything. An epoch is one partition in one assignment (K4).
+- The coordinator retries a commit across rebalances and then sends it with the *new* generation, which Kafka accepts,
+  even backwards. So the revoke callback waits for the commit under way, makes the last one, and ends the epochs before
+  it lets the group continue (K5).
+- Whatever the revoke callback raises is swallowed; `stop()` does not call it; a rebalance forgets pauses.
 """
 
 from __future__ import annotations
@@ -41,25 +40,24 @@ from idemconsumer.ports.broker import Bounds, Delivery, Lag
 from idemconsumer.user_code.cancellation import end
 
 POLL = 1.0  # seconds that an empty fetch waits
-SHORT_POLL = 0.1  # the same, while there is a topic of which no more may be taken yet
+SHORT_POLL = 0.1  # the same, while some source may not take more
 COMMIT_EVERY = 1.0
-COMMIT_TIMEOUT = 3.0  # two of them and the drain fit into the rebalance time-out (drain + 10 s)
+COMMIT_TIMEOUT = 3.0  # two of these and the drain fit into the rebalance timeout (drain + 10 s)
 PROBE_EVERY = 10.0
-TOPICS_EVERY = 3.0  # a topic that was made anew is read from its start within five seconds
-WORTH_LOGGING = 5  # commits that failed in a row; one or two are a rebalance
+TOPICS_EVERY = 3.0  # a recreated topic is read from its start within five seconds
+WORTH_LOGGING = 5  # commits failed in a row; one or two are normal in a rebalance
 
-# Asking for the records of no partition is a poll, which keeps the membership, and leaves the client's buffer alone; a
-# pause would throw away what it has fetched (K6).
+# A poll for the records of no partition: it keeps the membership and leaves the client's buffer alone, while a pause
+# would discard what the client has fetched (K6).
 NOWHERE = TopicPartition("", -1)
 
 
 class KafkaSession(ConsumerRebalanceListener):  # type: ignore[misc]
-    """See `ports.Session`. Settling marks in memory; offsets are committed each second, on revoke, on close. The client
-    tells it of rebalances.
+    """See `ports.Session`. Settling marks in memory; offsets are committed each second, on revoke, and on close.
 
-    A crash repeats at most what lies above the last commit. Not guaranteed: that a drain longer than
-    `bounds.drain` commits what it finished afterwards; the message is delivered again and found to be a
-    duplicate.
+    The client calls it for rebalances. A crash repeats at most the messages above the last commit. Not guaranteed: that
+    messages which finish after a drain longer than `bounds.drain` are committed; they are delivered again and
+    recognised as duplicates.
     """
 
     losses_count = False
@@ -101,12 +99,12 @@ class KafkaSession(ConsumerRebalanceListener):  # type: ignore[misc]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, existing: Iterable[str]) -> None:
-        """Subscribe and begin. A topic that is missing now is consumed from the rebalance on in which it appears."""
+        """Subscribe and begin. A topic that is missing now is consumed from the rebalance in which it appears."""
         self._health.existing(existing)
         self._fetched = watch(self._consumer, self._unreadable.halt, self._reading.follows)
         if self._seat.instance is None:  # a static member keeps its partitions while it restarts
             watch_membership(self._consumer, partial(CHANNEL.joined, self._group))
-        if self._topics.patterns:  # as `subscribe` does with a pattern
+        if self._topics.patterns:  # does what `subscribe` does for a pattern
             self._consumer._subscription.subscribe_pattern(self._topics, listener=self)
             self._consumer._client.set_topics([])
         else:
@@ -130,7 +128,7 @@ class KafkaSession(ConsumerRebalanceListener):  # type: ignore[misc]
         await asyncio.wait({self._poll}, timeout=POLL + 0.25)
         self._raise_if_over()
         if not self._poll.done():
-            return ()  # a rebalance: it goes on until the group has agreed
+            return ()  # a rebalance: the poll goes on until the group has agreed
         poll, self._poll = self._poll, None
         try:
             deliveries = poll.result()
@@ -149,7 +147,7 @@ class KafkaSession(ConsumerRebalanceListener):  # type: ignore[misc]
         self._changed.set()
 
     async def release(self, deliveries: Sequence[Delivery]) -> None:
-        """Nothing to do: what is not finished holds back the low-water mark, where the next owner starts."""
+        """Nothing to do: an unfinished message holds back the low-water mark, where the next owner starts."""
 
     async def idle(self) -> bool:
         if not self._member():
@@ -162,7 +160,7 @@ class KafkaSession(ConsumerRebalanceListener):  # type: ignore[misc]
         except (TimeoutError, KafkaError):
             return False
         for partition in assignment:
-            # The end is that of committed transactions. What comes behind an open one is not delivered yet (K3).
+            # This is the end of committed transactions; messages after an open one are not delivered yet (K3).
             if not ends.get(partition) == await position_of(self._consumer, partition) == self._high_water(partition):
                 return False
         undelivered = self._unreadable.late or (self._poll is not None and self._poll.done())
@@ -203,16 +201,16 @@ class KafkaSession(ConsumerRebalanceListener):  # type: ignore[misc]
     # ----------------------------------------------------------------------------------------------- fetching
     async def _next(self) -> list[Delivery]:
         room = {} if self._reading.draining else self._reading.room()
-        if len(room) > 1:  # each source up to its own bound: a slow handler must not use up what a fast one may take
+        if len(room) > 1:  # each source up to its own limit: a slow handler must not use up what a fast one may take
             deliveries = [each for source in room for each in await self._poll_once({source: room[source]}, 0)]
             if deliveries:
                 return deliveries
         return await self._poll_once(room, POLL if len(room) == self._reading.open else SHORT_POLL)
 
     async def _poll_once(self, room: Mapping[str, int], seconds: float) -> list[Delivery]:
-        """Take so many records of these sources."""
+        """Take at most these numbers of records from these sources."""
         if room and len(room) == self._reading.open:
-            among = []  # but for what the client has paused
+            among = []  # all partitions, except those that the client has paused
         else:
             ours = self._consumer.assignment()
             among = [at for at in ours if self._topics.source_of(at.topic) in room] or [NOWHERE]
@@ -226,7 +224,7 @@ class KafkaSession(ConsumerRebalanceListener):  # type: ignore[misc]
         except NoOffsetForPartitionError:
             return []  # it has not been placed yet
         except OffsetOutOfRangeError as error:
-            for at in error.args[0]:  # retention has overtaken its reader, or its log was made anew
+            for at in error.args[0]:  # retention has overtaken its reader, or its log was recreated
                 self._reading.begin(at)
             self._reading.pause()
             return []
@@ -234,20 +232,20 @@ class KafkaSession(ConsumerRebalanceListener):  # type: ignore[misc]
             self._unreadable.forbid([error.args[0]])
             return []
         except BaseException:
-            # The client may have stepped over records of one partition before it failed at another: from now on
-            # a position says nothing about what was delivered.
+            # The client may have stepped over records of one partition before it failed at another: from now on a
+            # position does not prove what was delivered.
             self._skipped = True
             raise
         if not fetched and seconds:
             self._health.polled(room)
         late, self._unreadable.late = self._unreadable.late, []
-        return [*late, *self._reading.register(fetched)]  # no await in between: see the head of this file
+        return [*late, *self._reading.register(fetched)]  # no await in between (K1): see the docstring of this file
 
     # ------------------------------------------------------------------------------------ commits, rebalances
     async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
-        """All partitions are taken away: let what runs finish (at most `bounds.drain`), commit, end.
+        """All partitions are revoked: let running messages finish (at most `bounds.drain`), commit, end the epochs.
 
-        The client joins again when this returns. Only a cancellation keeps it from that; `close()` copes with it.
+        The client rejoins when this returns. Only a cancellation prevents the rejoin; `close()` copes with it.
         """
         self._rebalancing = True
         try:
@@ -279,7 +277,7 @@ class KafkaSession(ConsumerRebalanceListener):  # type: ignore[misc]
         self._log.info("kafka assigned", partitions=sorted(map(name_of, assigned)))
 
     async def _quiet(self, partitions: Iterable[Partition]) -> bool:
-        """Whether nothing of them runs any more; cut short by `close()`, which has waited for that itself."""
+        """Whether none of their messages runs any more. Cut short by `close()`, which has waited for them itself."""
         waiting = asyncio.gather(*(partition.epoch.quiet() for partition in partitions))
         closing = asyncio.ensure_future(self._closing.wait())
         try:
@@ -291,9 +289,10 @@ class KafkaSession(ConsumerRebalanceListener):  # type: ignore[misc]
         return bool(done)
 
     async def _commit(self, *, leaving: bool = False) -> None:
-        """Commit every low-water mark that has moved. A failure is made up for by the next one.
+        """Commit every low-water mark that has moved. After a failure, the next call commits the same marks.
 
-        With `leaving`, of what has nothing in hand the database is told so (K10): nothing of it is begun any more.
+        With `leaving`, none of the messages will be started any more; partitions with nothing in flight are recorded as
+        left in the database (K10: the next reader then need not suspect their messages).
         """
         async with self._committing:
             due: dict[TopicPartition, int] = {}
@@ -341,7 +340,8 @@ class KafkaSession(ConsumerRebalanceListener):  # type: ignore[misc]
             self._unreadable.forbid(error.args[0])
 
     def _place_anew(self) -> None:
-        """The database may lack what was finished here: forget all deliveries, and ask again where to begin (K12)."""
+        """The database may lack messages that were finished here: forget all deliveries and place all partitions anew
+        (K12)."""
         if self._over or self._rebalancing:
             return
         if self._reading.place_anew():
@@ -359,7 +359,7 @@ class KafkaSession(ConsumerRebalanceListener):  # type: ignore[misc]
         return self._joined and not self._rebalancing and self._over is None
 
     def _end(self, why: str) -> None:
-        """The session is over: whatever it delivered is forgotten, `fetch()` raises."""
+        """End the session: its deliveries are forgotten, and `fetch()` raises."""
         self._over = self._over or why
         self._reading.over = True
         self._reading.end()
@@ -373,7 +373,7 @@ class KafkaSession(ConsumerRebalanceListener):  # type: ignore[misc]
         return self._replaced or SessionEnded(f"kafka group {self._group!r}: {self._over}")
 
     async def _until(self, condition: Callable[[], bool]) -> bool:
-        """Whether `condition` came true within a second; settling and revoking check it again."""
+        """Whether `condition` became true within a second. It is checked again after each settle and revoke."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL):
                 while not condition() and not self._over:

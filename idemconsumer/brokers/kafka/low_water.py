@@ -1,13 +1,13 @@
-"""What one reader has taken from its partition: up to where it may be committed, and which leaders wrote it. Pure.
+"""What one reader has taken from its partition: the offset to commit, and the leaders that wrote the records. Pure.
 
-Theory of the tracker: finished offsets in, the next commit out. Deliveries finish in any order; a commit is one number
-below which everything is done. So the number is the lowest *delivered* offset that is not finished (K2). Offsets have
-holes (transaction markers, compaction), hence "last finished + 1" is not enough once nothing is left (K3): then the
-number is the reader's position, which has stepped over the holes; otherwise a partition that ends in a marker shows lag
-for ever.
+Theory of the tracker: finished offsets in, the next commit out. Deliveries finish in any order, but a commit is one
+number below which everything is done. So it is the lowest *delivered* offset that is not finished (K2). Offsets have
+holes (transaction markers, compaction), so "last finished + 1" is not enough once no delivery is unfinished (K3): the
+commit is then the reader's position, which has stepped over the holes. Otherwise a partition that ends in a marker
+would show lag for ever.
 
-A tracker lives as long as one assignment of its partition. After `end()` it refuses every mark and yields no
-commit: the broker accepts a commit of a former assignment, even one that moves the group backwards.
+A tracker lives as long as one assignment of its partition. After `end()` it refuses every mark and yields no commit:
+the broker would accept a commit of a former assignment, even one that moves the group backwards.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from collections.abc import Iterable, Sequence
 
 
 class Tracker:
-    """One partition during one assignment. Offsets are delivered in ascending order, and finished in any. `highest`:
-    the highest delivered one, -1 before the first; `unfinished`: those that were delivered and are not finished."""
+    """One partition during one assignment. Offsets are delivered in ascending order and finished in any order.
+
+    `highest` is the highest offset delivered, -1 before the first; `unfinished` are the offsets that were delivered and
+    are not finished.
+    """
 
     __slots__ = ("_committed", "_ended", "_order", "highest", "unfinished")
 
@@ -31,16 +34,16 @@ class Tracker:
 
     @property
     def outstanding(self) -> int:
-        """How many deliveries are not finished; none once ended."""
+        """How many deliveries are not finished; 0 once the tracker has ended."""
         return len(self.unfinished)
 
     @property
     def span(self) -> int:
-        """The offsets from the low-water mark to the end of what was delivered: what a crash can repeat."""
+        """How many offsets lie between the low-water mark and the last one delivered: as much as a crash can repeat."""
         return self.highest + 1 - self._order[0] if self._order else 0
 
     def deliver(self, offsets: Iterable[int]) -> None:
-        """Take note of deliveries. ValueError when an offset is not above all former ones."""
+        """Record deliveries. Raises ValueError when an offset is not above all earlier ones."""
         for offset in offsets:
             if offset <= self.highest:
                 raise ValueError(f"offset {offset} was delivered after {self.highest}; begin a new tracker")
@@ -50,7 +53,7 @@ class Tracker:
                 self.unfinished.add(offset)
 
     def finish(self, offset: int) -> bool:
-        """Mark one delivery. False when refused: the assignment is over, or it is not outstanding."""
+        """Mark one delivery as finished. Returns False if it is not outstanding, or the assignment is over."""
         if offset not in self.unfinished:
             return False
         self.unfinished.remove(offset)
@@ -59,9 +62,10 @@ class Tracker:
         return True
 
     def low_water(self, position: int | None) -> int | None:
-        """Everything below is finished. `position` is the next offset to be fetched, None if unknown.
+        """The offset below which everything is finished. `position` is the next offset to be fetched, None if unknown.
 
-        It counts only while nothing is outstanding. None when nothing is known at all.
+        The position counts only while nothing is outstanding. Returns None when neither an offset nor a position is
+        known.
         """
         if self._order:
             return self._order[0]
@@ -70,7 +74,7 @@ class Tracker:
         return self.highest + 1 if position is None else max(position, self.highest + 1)
 
     def due(self, position: int | None) -> int | None:
-        """The offset to commit now. None when it would change nothing, or the assignment has ended."""
+        """The offset to commit now; None if it would change nothing, or the assignment has ended."""
         mark = self.low_water(position)
         return None if self._ended or mark == self._committed else mark
 
@@ -79,15 +83,15 @@ class Tracker:
         self._committed = offset
 
     def end(self) -> None:
-        """The assignment is over: nothing is outstanding, and nothing will be marked or committed."""
+        """End the assignment: nothing is outstanding from now on, and nothing will be marked or committed."""
         self._ended = True
         self._order.clear()
         self.unfinished.clear()
 
 
 class Leaders:
-    """Under which leaders the records were written, of one partition during one assignment (K21). `before`: the epoch
-    of the leader that wrote what comes before the reader's first record, None if unknown."""
+    """Under which leaders the records of one partition were written, during one assignment (K21). `before` is the epoch
+    of the leader that wrote the records before the reader's first one; None if unknown."""
 
     __slots__ = ("_proven", "_starts")
 
@@ -103,12 +107,12 @@ class Leaders:
         return next((leader for start, leader in reversed(self._starts) if start < position), None)
 
     def follow(self, position: int, fetched: Sequence[tuple[int, int]]) -> bool:
-        """What was fetched at `position`: from which offset on which leader's epoch holds.
+        """Record what was fetched at `position`: pairs of an offset and the leader epoch that holds from there on.
 
-        True when it is of the log that was read before: the same leader goes on in it, or `proven` has said so.
-        Otherwise nothing is noted. Within what was fetched at once the log goes on, whoever leads.
+        Returns True if it belongs to the log that was read before: the same leader continues it, or `proven` has
+        confirmed it. Otherwise nothing is recorded. The records of one fetch belong to one log, whatever their leaders.
         """
-        while self._starts and self._starts[-1][0] >= position:  # it was fetched before, and dropped
+        while self._starts and self._starts[-1][0] >= position:  # this was fetched before, and dropped
             self._starts.pop()
         before = self.of(position)
         if before is not None and fetched and fetched[0][1] != before and self._proven != position:
@@ -120,10 +124,10 @@ class Leaders:
         return True
 
     def finished(self, position: int) -> None:
-        """Nobody asks `of` what is below any more."""
+        """Forget the epochs below `position`: `of` is not called for them any more."""
         while len(self._starts) > 1 and self._starts[1][0] < position:
             del self._starts[0]
 
     def proven(self, position: int) -> None:
-        """The present log has all that was read before `position`."""
+        """Record that the present log contains everything that was read before `position`."""
         self._proven = position

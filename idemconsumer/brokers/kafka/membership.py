@@ -1,11 +1,12 @@
-"""A member of a consumer group: its id, its place, and leaving for one that has died.
+"""The membership in a consumer group: the member's id, its static place, and leaving on behalf of a dead member.
 
-A dynamic member first asks for an id, and joins with it in a second request. The client tells of the id only when the
-group has agreed, which takes as long as its slowest member; who dies meanwhile would be waited for (K15).
+A dynamic member first requests an id, and joins with it in a second request. The client reports the id only when the
+group has agreed, which takes as long as its slowest member; the group would wait for a member that dies in between
+(K15: so the launcher must know the id at once).
 
-A static member has a place in its group, of which there is one for each `group_instance_id` (K16). Whoever joins under
-that id takes the place from who has it. The client of whom it was taken joins again at its next heartbeat and takes it
-back, so that two live members would take it from each other for ever.
+A static member has a place in its group, one for each `group_instance_id` (K16). A process that joins under that id
+takes the place from the process that has it. The client that lost the place rejoins at its next heartbeat and takes it
+back, so two live members would take it from each other for ever.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from idemconsumer.settings import Settings
 
 Report = Callable[[str], None]
 
-_SUFFIX: Final = len("-00000000-0000-0000-0000-000000000000")  # the broker puts it behind the id, as the member's id
+_SUFFIX: Final = len("-00000000-0000-0000-0000-000000000000")  # the broker appends that many characters to a static id
 
 
 class Seat:
-    """Of one group, for as long as this process lives; `instance` None: the members of this process are dynamic."""
+    """The static place in one group, for as long as this process lives. `instance` None: its members are dynamic."""
 
     def __init__(self, group: str, instance: str | None) -> None:
         self._group = group
@@ -41,19 +42,19 @@ class Seat:
         self._member: str | None = None
 
     def taken(self, member: str) -> None:
-        """This process has it, as `member`."""
+        """Record that this process has the place, as `member`."""
         if self.instance is not None:
             self._member = member
 
     async def refuse(self, consumer: AIOKafkaConsumer) -> None:
-        """To be awaited before a join that would take the place. Raises Replaced when somebody else has it by now.
+        """Await this before a join that would take the place. Raises Replaced when another process has it by now.
 
-        Who has never had it takes it from whomever: that is what a restart does. When Kafka does not answer, the join
-        goes on, and whoever loses the place by it asks in its turn.
+        A process that never had the place takes it from any other: that is what a restart does. When Kafka does not
+        answer, the join goes on, and the process that loses the place by it runs this check in its turn.
         """
         if self._member is None or consumer._coordinator.member_id == self._member:
             return
-        mine, self._member = self._member, None  # of a join whose answer is lost only the broker knows the member
+        mine, self._member = self._member, None  # if a join's answer was lost, only the broker knows the member id
         if any(member != mine for member in await self._members(consumer)):
             raise Replaced(
                 f"kafka group {self._group!r}: another process has joined under this worker's kafka_group_instance_id, "
@@ -62,7 +63,7 @@ class Seat:
             )
 
     async def _members(self, consumer: AIOKafkaConsumer) -> list[str]:
-        """Who has this place: at most one."""
+        """The members that have this place: at most one."""
         coordinator = consumer._coordinator
         try:
             async with asyncio.timeout(kafka_client.PROBE_TIMEOUT):
@@ -78,7 +79,7 @@ class Seat:
 
 
 class _Reporting(GroupCoordinator):  # type: ignore[misc]
-    """What the client's coordinator becomes: of another class, and the same otherwise."""
+    """The class that the client's coordinator is changed to: the same, except that it reports its member id."""
 
     _report: Report
 
@@ -94,16 +95,18 @@ class _Reporting(GroupCoordinator):  # type: ignore[misc]
 
 
 def watch_membership(consumer: AIOKafkaConsumer, report: Report) -> None:
-    """From now on `report` is told each id as soon as the client has it. Call it after `start`, before subscribing."""
+    """From now on, call `report` with each member id as soon as the client has it. Call this after `start`, before
+    subscribing."""
     coordinator = consumer._coordinator
     coordinator._report = report
     coordinator.__class__ = _Reporting
 
 
 async def leave(settings: Settings, memberships: Mapping[str, str]) -> None:
-    """Each group at once gives to others what that member had (K15). A member that is not known is ignored.
+    """Make each group reassign at once what this member had (K15). Raises BrokerUnavailable.
 
-    Only for members that have ended: one that lives would be refused whatever it commits. Raises BrokerUnavailable.
+    Unknown members are ignored. Only for members that have ended: every commit of a live one would be refused
+    afterwards.
     """
     try:
         async with admin_client(connection_options(settings)) as admin:

@@ -1,13 +1,14 @@
-"""Putting the reader of each new partition where it has to begin, before anything is read (K10, K11, K12).
+"""Sets the reader of each newly assigned partition to its first offset, before anything is read (K10, K11, K12).
 
-The client is told to reset nothing by itself: it would step over what retention has deleted, or begin anew in a log
-that was made anew, and say nothing.
+The client is told never to reset by itself: it would step silently over records that retention has deleted, or start
+over in a recreated log.
 
-With a database (`PostgresPositions`), each offset is written there before it is committed to Kafka, together with the
-name of that row. So after a failover to an asynchronous standby, or a restore, it shows that Kafka is ahead. What was
-finished since the last such write shows by the time at which the server was started: on another server nothing is
-written, and everything is placed anew. The row also says that a partition is being read, until its reader leaves with
-nothing in hand: who finds it so has to expect a message that killed its reader.
+With a database (`PostgresPositions`), each offset is written there before it is committed to Kafka, and the commit
+carries the name of that row. So after a failover to an asynchronous standby, or a restore, the commit shows that Kafka
+is ahead of the database. Messages that were finished since the last such write are covered by the server's start time:
+on another server nothing is written, and every partition is placed anew. The row also says that a partition is being
+read, until its reader leaves with nothing in flight. A reader that finds the row in that state must expect a message
+that killed the previous reader.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Where a reader begins. What stands below `inherited_below` its last owner may have begun, and died of (K10). What
-    comes before `offset` was written in the epoch of this `leader` or before, None if unknown."""
+    """Where a reader begins. The last owner may have started messages below `inherited_below`, and died of one (K10).
+    The records before `offset` were written in the epoch of this `leader` or an earlier one; None if unknown."""
 
     offset: int
     inherited_below: int
@@ -73,8 +74,8 @@ class Begin:
 
 
 class Placing:
-    """Of one session. `reset`: where a new group begins, earliest or latest. Without `positions` Kafka alone is
-    believed."""
+    """The placing of one session. `reset` says where a new group begins: earliest or latest. Without `positions`, only
+    the offsets in Kafka decide."""
 
     def __init__(
         self, consumer: AIOKafkaConsumer, group: str, *, reset: str, positions: PostgresPositions | None, log: Any
@@ -92,8 +93,8 @@ class Placing:
         self._waiting = False
 
     async def place(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, Begin]:
-        """Where they begin. Those about which there is no answer yet are missing. What was lost, and what is read
-        again, is an error in the log, each time it is met."""
+        """Where these partitions begin. A partition without an answer yet is missing from the result. Lost messages,
+        and messages that are read again, are logged as errors each time."""
         try:
             ids = await topic_ids(self._consumer._client, {at.topic for at in partitions})
             if self._positions is None:
@@ -117,7 +118,7 @@ class Placing:
         return {at: _begin_of(each) for at, each in found.items()}
 
     async def recreated(self, partitions: Iterable[TopicPartition]) -> list[TopicPartition]:
-        """Of those that were placed, the ones whose topic is another one by now (K18)."""
+        """The partitions among these whose topic has been recreated since they were placed (K18)."""
         placed = {at: self._topics[at] for at in partitions if at in self._topics}
         if not placed:
             return []
@@ -130,8 +131,8 @@ class Placing:
     async def same_logs(
         self, reached: Mapping[TopicPartition, tuple[int, int | None]]
     ) -> Mapping[TopicPartition, bool]:
-        """Whether their logs have all that was read up to this position, the last record of it written in this leader's
-        epoch. Those about which there is no answer yet are missing."""
+        """Whether each log contains everything that was read up to this position, whose last record was written in this
+        leader's epoch. A partition without an answer yet is missing from the result."""
         leaders = {at: leader for at, (_, leader) in reached.items() if leader is not None}
         try:
             ends = await ends_of(self._consumer._client, leaders)
@@ -145,12 +146,13 @@ class Placing:
         leaders: Mapping[TopicPartition, int | None],
         left: Collection[TopicPartition] = (),
     ) -> Mapping[TopicPartition, Any] | None:
-        """What to commit to Kafka, once the database has it. None: it must not be committed, since the database is
-        another one now, or somebody else reads there; everything is to be placed anew. Raises StoreUnavailable.
-        `leaders`: in whose epoch the record before each offset was written. Those that were `left` have nothing in
-        hand, and nothing of them is begun any more.
+        """Write the offsets to the database; returns what to commit to Kafka then. Raises StoreUnavailable.
 
-        A write that takes too long goes on when this is cancelled: it does no harm, and the next one waits for it.
+        Returns None if nothing may be committed, since the database is another one now or another process reads there:
+        then all partitions are to be placed anew. `leaders`: the epoch in which the record before each offset was
+        written. The partitions in `left` have nothing in flight, and none of their messages will be started.
+
+        When this is cancelled, a slow write goes on: it does no harm, and the next one waits for it.
         """
         if self._positions is None:
             return offsets
@@ -177,13 +179,14 @@ class Placing:
         commits = {}
         for at, offset in offsets.items():
             kept, counter = self._kept[at], counters[at.topic, at.partition]
-            if counter == kept.counter + 1:  # else another reader writes too: neither can say that it has been left
+            if counter == kept.counter + 1:  # else another reader writes too: neither may record the partition as left
                 self._kept[at] = replace(kept, counter=counter)
             commits[at] = (offset, str(OffsetMark(kept.history, counter, kept.base)))
         return commits
 
     async def stop(self, at: TopicPartition, piece: Piece) -> bool:
-        """Note that the reader stands before this. Whether a person wants a dead letter in its place."""
+        """Record that the reader is blocked at this piece. Returns whether a person has asked for a dead letter in its
+        place."""
         if self._positions is None:
             return False
         place, error = (at.topic, at.partition), piece.fault or ""
@@ -193,13 +196,13 @@ class Placing:
             return False
 
     async def leave(self, at: TopicPartition) -> None:
-        """The reader stands there no longer."""
+        """Record that the reader is no longer blocked there."""
         if self._positions is not None:
             with contextlib.suppress(StoreUnavailable):
                 await self._positions.leave(self._cluster or "", self._group, (at.topic, at.partition))
 
     async def replaced(self) -> bool:
-        """Whether the database is another server than the one that was asked last, or was restarted."""
+        """Whether the database is another server than at the last query, or was restarted."""
         if self._positions is None or self._server is None:
             return False
         try:
@@ -208,7 +211,7 @@ class Placing:
             return False
 
     async def close(self) -> None:
-        """Leave no write behind."""
+        """Cancel a write under way."""
         if self._saving is not None:
             await end(self._saving)
 
@@ -223,7 +226,7 @@ class Placing:
     async def _find(
         self, partitions: Sequence[TopicPartition], known: Mapping[Place, Kept], ids: Mapping[str, str]
     ) -> dict[TopicPartition, _Found]:
-        """One that has no answer costs the others only the time of a probe."""
+        """Ask about these partitions. One that gets no answer costs the others only the time of a probe."""
         try:
             return await self._ask(partitions, known, ids)
         except (TimeoutError, KafkaError):
@@ -235,7 +238,8 @@ class Placing:
     async def _ask(
         self, partitions: Sequence[TopicPartition], known: Mapping[Place, Kept], ids: Mapping[str, str]
     ) -> dict[TopicPartition, _Found]:
-        # First: an epoch that is over by the time at which the log is looked at costs a question, a later one messages.
+        # First: an epoch that is outdated when the log is queried costs one more request; one newer than the log would
+        # cost messages.
         present = await present_leaders(self._consumer._client, partitions)
         async with asyncio.timeout(kafka_client.PROBE_TIMEOUT):
             commits = await self._consumer._coordinator.fetch_committed_offsets(partitions)
@@ -268,8 +272,8 @@ class Placing:
         ids: Mapping[str, str],
         server: datetime,
     ) -> dict[TopicPartition, _Found] | None:
-        """Put on record that they are being read, in their history or in a new one. None: the database is another one
-        again."""
+        """Record that these partitions are being read, in their history or in a new one. Returns None if the database
+        has been replaced again."""
         histories: dict[Place, Kept] = {}
         for at, each in found.items():
             kept, topic, place = each.resume.kept, ids.get(at.topic), (at.topic, at.partition)
@@ -283,13 +287,13 @@ class Placing:
         if len(counters) < len(histories):
             return None
         if server != self._server:
-            self._kept.clear()  # what was placed by another server is not written by this one
+            self._kept.clear()  # partitions that were placed with another server are not written by this one
             self._server = server
         begun = {}
         for at, each in found.items():
             kept, counter = histories[at.topic, at.partition], counters[at.topic, at.partition]
             self._kept[at] = replace(kept, counter=counter)
-            begun[at] = replace(each, quiet=each.quiet and counter == kept.counter)  # else somebody was faster
+            begun[at] = replace(each, quiet=each.quiet and counter == kept.counter)  # else another reader began first
         return begun
 
     # ------------------------------------------------------------------------------------------------------ saying

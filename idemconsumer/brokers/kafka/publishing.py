@@ -1,8 +1,8 @@
-"""What is published to Kafka: one producer for what is published and replied, one for the outbox, both started when
-they are needed, and the topics that are there.
+"""Publishing to Kafka: one producer for publishing and replying, one for the outbox, each started when first needed.
 
-Batches of an idempotent producer are numbered for each partition. One that is refused leaves a gap, and behind that
-Kafka takes nothing more of this producer there. So a producer is replaced after a batch of its was refused.
+Batches of an idempotent producer are numbered per partition. A refused batch leaves a gap in the numbers, after which
+Kafka accepts nothing more from this producer for that partition. So a producer is replaced once a batch was refused.
+The known topics and their numbers of partitions are cached here too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from idemconsumer.ports.broker import Outgoing, Reply, Unsent
 from idemconsumer.user_code.cancellation import ends_this_task
 
 PUBLISH_TIMEOUT = 30.0
-CONFIRM: Final = 30.0  # seconds for what is relayed
+CONFIRM: Final = 30.0  # seconds to confirm relayed messages
 STOP_TIMEOUT: Final = 10.0
-_BATCH: Final = 256 * 1024  # bytes; a topic may take less, and then batches are halved
-_SPREAD = 1.0  # seconds after which each broker of a cluster knows of a topic that was just created
+_BATCH: Final = 256 * 1024  # bytes; for a topic that allows less, batches are halved
+_SPREAD = 1.0  # seconds until every broker of a cluster knows a topic that was just created
 
 
 class Publisher:
-    """No record that it sends is larger than `most_bytes`."""
+    """Publishes, relays and replies. No record that it sends is larger than `most_bytes`."""
 
     def __init__(self, connection: dict[str, Any], most_bytes: int) -> None:
         self._connection = connection
@@ -43,7 +43,7 @@ class Publisher:
         self._producing = Producing(connection, most_bytes)
         self._relaying = Producing(connection, most_bytes, max_batch_size=min(_BATCH, most_bytes))
         self._asking = asyncio.Lock()
-        self._counts: dict[str, int] = {}  # of the partitions of topics that exist
+        self._counts: dict[str, int] = {}  # partitions per existing topic
 
     async def publish(self, topic: str, messages: Sequence[Outgoing]) -> None:
         """See `KafkaBroker.publish`."""
@@ -79,12 +79,13 @@ class Publisher:
         return relaying.answers
 
     async def _demand(self, topic: str) -> None:
-        """Sending to a missing topic waits for the whole request time-out, and gives no reason."""
+        """Raise BrokerUnavailable if the topic is missing: sending to it would wait for the whole request timeout, and
+        give no reason."""
         if not await self._partitions(topic):
             raise BrokerUnavailable(missing_text(self._servers, [topic]))
 
     async def _unconfirmed(self, topic: str, messages: Sequence[Outgoing], error: BaseException) -> BrokerUnavailable:
-        self._counts.pop(topic, None)  # it may be gone
+        self._counts.pop(topic, None)  # the topic may have been deleted
         undone = f"did not confirm {len(messages)} message(s) to topic {topic!r}"
         return await unavailable(self._connection, error, undone)
 
@@ -95,7 +96,7 @@ class Publisher:
     async def _reply(self, reply: Reply) -> Unsent | None:
         to, partition = reply.address.to, reply.address.partition
         try:
-            split_source(f"kafka:{to}")  # for another name the client would wait
+            split_source(f"kafka:{to}")  # for an invalid name the client would wait
         except BadSource as error:
             return Unsent(error.problem, final=True)
         named = {OUTCOME: reply.outcome, MESSAGE_ID: reply.id, CONTENT_TYPE: reply.content_type}
@@ -108,7 +109,7 @@ class Publisher:
                     lacks = f"no topic {to!r}" if partition is None else f"no partition {partition} of a topic {to!r}"
                     return Unsent(f"Kafka at {self._servers} has {lacks}", final=True, gone=True)
                 await (await producer.send(to, value=reply.body, partition=partition, headers=headers))
-        except AssertionError:  # the producer has not heard of a partition that was added
+        except AssertionError:  # the producer does not know a partition that was added
             await (await self._producing.get()).client.force_metadata_update()
             return Unsent(f"Kafka at {self._servers}: partition {partition} of topic {to!r} is new")
         except MessageSizeTooLargeError:
@@ -121,7 +122,7 @@ class Publisher:
         return None
 
     async def _takes(self, topic: str, partition: int | None) -> bool:
-        """Whether there is such a topic, and partition. A no is asked for twice."""
+        """Whether the topic and the partition exist. A negative answer is checked a second time."""
         if await self._partitions(topic) > (partition or 0):
             return True
         await asyncio.sleep(_SPREAD)
@@ -129,7 +130,7 @@ class Publisher:
         return await self._partitions(topic) > (partition or 0)
 
     async def _partitions(self, topic: str) -> int:
-        """How many it has; 0: there is no such topic."""
+        """The number of its partitions; 0 if the topic does not exist."""
         async with self._asking:
             if topic not in self._counts:
                 async with admin_client(self._connection) as admin:
@@ -144,7 +145,7 @@ class Publisher:
 
 
 class Producing:
-    """acks=all and idempotent; `options` are more of the client's."""
+    """An idempotent producer with acks=all, started when first needed. `options` are further options of the client."""
 
     def __init__(self, connection: dict[str, Any], most_bytes: int, **options: Any) -> None:
         self._options = {**connection, **options, "max_request_size": most_bytes}
@@ -154,7 +155,7 @@ class Producing:
 
     @contextlib.asynccontextmanager
     async def using(self) -> AsyncIterator[AIOKafkaProducer]:
-        """Replaced if the block raises what the servers have answered."""
+        """The producer for a block; it is replaced if the block raises an error that Kafka answered."""
         producer = await self.get()
         try:
             yield producer
@@ -175,7 +176,7 @@ class Producing:
             return self._producer
 
     def discard(self, producer: AIOKafkaProducer) -> None:
-        """The next one is another. What others have on their way with this one is confirmed to them first."""
+        """Replace the producer. What others have sent through this one is still confirmed to them."""
         if self._producer is producer:
             self._producer = None
             leaving = asyncio.create_task(_stop(producer))
@@ -183,7 +184,7 @@ class Producing:
             leaving.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
-        """What is not confirmed yet may still get there."""
+        """Stop the producers. Messages that are not confirmed yet may still be written."""
         await self._starting.close()
         if self._producer is not None:
             self.discard(self._producer)

@@ -1,8 +1,8 @@
-"""What Kafka is asked that the client has no request for, or an older version that tells less.
+"""Requests to Kafka that the client does not have, or has only in an older version with less in the answer.
 
-Its version of the metadata has neither ids nor rights, which version 10 has, of Kafka 2.8: a topic that was deleted and
-created again has the name and the offsets of another one, and an id of its own (K18). Each new leader of a partition
-has a higher epoch; where the records of an epoch end tells one log from another of the same topic (K21). For that are
+The client's version of Metadata has neither topic ids nor rights. Version 10, of Kafka 2.8, has both: a topic that was
+deleted and created again keeps its name and reuses offsets, but has a new id (K18). Each new leader of a partition has
+a higher epoch; where the records of an epoch end tells one log from another of the same topic (K21). That needs
 OffsetForLeaderEpoch in version 3, of Kafka 2.3, and ListOffsets in version 4. DescribeGroups in version 3 has rights,
 and the client reads its answer as that of version 2.
 """
@@ -65,7 +65,7 @@ def _of_topics(**types: Any) -> Array:
 
 
 def _kind(key: int, version: int, asked: Any, answered: Any, *, flexible: bool = False) -> type[RequestStruct]:
-    """A kind of request, by the fields of the question and of the answer, as the client describes its own."""
+    """A request type, from the fields of the question and the answer, as the client describes its own."""
     api = {"API_KEY": key, "API_VERSION": version, "FLEXIBLE_VERSION": flexible}
     answer = type("Answer", (Response,), {**api, "SCHEMA": Schema(*answered)})
     return type("Question", (RequestStruct,), {**api, "SCHEMA": Schema(*asked), "RESPONSE_TYPE": answer})
@@ -133,7 +133,7 @@ class _Group(DescribeGroupsRequest_v3):  # type: ignore[misc]
 
 
 class _Question(Request[RequestStruct]):  # type: ignore[misc]
-    """One of this kind. A server that does not know its version is not asked."""
+    """One request of this kind. It is not sent to a server that does not know the version."""
 
     API_KEY = -1
 
@@ -145,40 +145,42 @@ class _Question(Request[RequestStruct]):  # type: ignore[misc]
 
 
 async def topic_ids(client: AIOKafkaClient, topics: Iterable[str]) -> dict[str, str]:
-    """As hexadecimal digits, of those that exist; none from a broker before Kafka 2.8. TimeoutError or KafkaError."""
+    """The ids of the topics that exist, as hexadecimal digits; none from a broker before Kafka 2.8. Raises TimeoutError
+    or KafkaError."""
     found = await _ask_for_metadata(client, topics, rights=False)
     return {topic[1]: topic[2].hex for topic in found if not topic[0] and topic[2] != _NO_ID}
 
 
 async def lacking_rights(client: AIOKafkaClient, topics: Iterable[str]) -> dict[str, str]:
-    """Of those that this user may not see or not read, which right it lacks. TimeoutError or KafkaError."""
+    """For each topic that this user may not see or not read, the right that is missing. Raises TimeoutError or
+    KafkaError."""
     found = await _ask_for_metadata(client, topics, rights=True)
     hidden = {topic[1]: "DESCRIBE" for topic in found if topic[0] == TopicAuthorizationFailedError.errno}
     return hidden | {topic[1]: "READ" for topic in found if not topic[0] and not may_read(topic[5])}
 
 
 def may_read(operations: int) -> bool:
-    """Of the authorized operations of a topic or group, as Kafka tells them; also where it does not."""
+    """Whether the authorized operations of a topic or group include READ; True also if Kafka does not report them."""
     return operations in (_UNTOLD, 0) or bool(operations & _READ)
 
 
 async def ends_of(client: AIOKafkaClient, leaders: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
-    """Up to where each log has records of this leader's epoch or an earlier one; -1 for a log that knows only earlier
-    ones. A broker before Kafka 2.3 tells nothing. TimeoutError or KafkaError."""
+    """Up to which offset each log has records of this leader's epoch or an earlier one; -1 for a log that has only
+    earlier epochs. Empty from a broker before Kafka 2.3. Raises TimeoutError or KafkaError."""
     answers = await _ask_leaders(client, leaders, _ENDS, _CONSUMER)
     return {_checked(client, topic, partition, code): end for topic, (code, partition, _, end) in answers}
 
 
 async def present_leaders(client: AIOKafkaClient, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-    """In whose epoch each log is written now: `ends_of` tells later whether a log has all that this one has. Missing is
-    a log that keeps no epochs. A broker before Kafka 2.3 tells nothing. TimeoutError or KafkaError."""
+    """In whose epoch each log is written now: `ends_of` tells later whether a log has all that this one has. A log that
+    keeps no epochs is missing. Empty from a broker before Kafka 2.3. Raises TimeoutError or KafkaError."""
     answers = await _ask_leaders(client, dict.fromkeys(partitions, _LATEST), _NEWEST, _CONSUMER, _UNCOMMITTED)
     leaders = {_checked(client, topic, at, code): leader for topic, (at, code, _, _, leader) in answers}
     return {at: leaders[at] for at, end in (await ends_of(client, leaders)).items() if end >= 0}
 
 
 async def described_group(admin: AIOKafkaAdminClient, group: str) -> Mapping[str, Any]:
-    """As Kafka answers. Raises KafkaError."""
+    """The group as Kafka describes it. Raises KafkaError."""
     try:
         answer = await admin._send_request(_Question(_Group, [group], True), await admin.find_coordinator(group))
     except (IncompatibleBrokerVersion, NotImplementedError):  # before Kafka 2.3
@@ -190,7 +192,7 @@ async def described_group(admin: AIOKafkaAdminClient, group: str) -> Mapping[str
 
 
 async def config_of(admin: AIOKafkaAdminClient, kind: Any, name: str, *settings: str) -> Mapping[str, Any]:
-    """Values of a topic's or a server's settings; none where this user may not read them. Raises KafkaError."""
+    """Values of a topic's or a server's settings; empty where this user may not read them. Raises KafkaError."""
     [answer] = await admin.describe_configs([ConfigResource(kind, name, dict.fromkeys(settings))])
     [described] = answer.to_object()["resources"]
     return {entry["config_names"]: entry["config_value"] for entry in described["config_entries"]}
@@ -204,7 +206,7 @@ async def _ask_for_metadata(client: AIOKafkaClient, topics: Iterable[str], *, ri
 async def _ask_leaders(
     client: AIOKafkaClient, wanted: Mapping[TopicPartition, int], kind: type[RequestStruct], *head: int
 ) -> list[tuple[str, Any]]:
-    """What their leaders answer, each with its topic, for the epoch or the time that is wanted of each partition."""
+    """The answers of the partitions' leaders, each with its topic. `wanted` gives the epoch or time to ask for."""
     by_node: dict[int, dict[str, list[tuple[int, int, int]]]] = defaultdict(lambda: defaultdict(list))
     for at, its in wanted.items():
         node = client.cluster.leader_for_partition(at)
@@ -216,7 +218,7 @@ async def _ask_leaders(
 
 
 async def _ask(client: AIOKafkaClient, questions: Mapping[int, _Question]) -> list[Any]:
-    """What these nodes answer, one after the other, by topic; nothing where one does not know the question."""
+    """The answers of these nodes, asked one after the other, by topic; empty if a node does not know the request."""
     try:
         async with asyncio.timeout(kafka_client.PROBE_TIMEOUT):
             return [topic for node, each in questions.items() for topic in (await client.send(node, each)).topics]

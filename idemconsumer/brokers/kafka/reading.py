@@ -1,4 +1,4 @@
-"""The partitions of a session while they are ours: where they begin, how much of them is taken, what was delivered."""
+"""The partitions of a session while they are assigned: where they begin, how much is taken, what was delivered."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from idemconsumer.errors import BadMessage
 from idemconsumer.message.message import Message
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Lag
 
-PLACE_AGAIN = 1.0  # seconds before Kafka is asked again where a partition begins
+PLACE_AGAIN = 1.0  # seconds until Kafka is asked again where a partition begins
 
 NOTHING: Final[Mapping[int, BadMessage]] = {}
 
 
 @dataclass(slots=True, eq=False)
 class Partition:
-    """A partition while it is ours. Nothing of it is read, or committed, until its reader has been placed (K11).
-    `halted`: the client has met something that it cannot read (K13), or that it may not, `forbidden` (K22). `doubted`:
-    the position at which what comes next may be of another log (K21). What is delivered below `inherited_below`, the
-    first `inherited` of it, its last owner may have begun (K10)."""
+    """An assigned partition. Nothing of it is read or committed until its reader has been placed (K11).
+
+    - `halted`: the client has met a record that it cannot read (K13), or a topic that it may not read, `forbidden`
+      (K22).
+    - `doubted`: the position from which the records may belong to another log (K21).
+    - `inherited_below`: the last owner may have started the messages below it, the first `inherited` of them (K10).
+    """
 
     source: str
     epoch: Epoch
@@ -47,7 +50,7 @@ class Partition:
     backlog: Backlog = field(default_factory=Backlog)
 
     def inherits(self, offset: int) -> bool:
-        """Of the next one that is delivered."""
+        """Whether the next delivered message, at `offset`, may have been started by the last owner."""
         if offset >= self.inherited_below:
             return False
         self.inherited -= 1
@@ -56,7 +59,7 @@ class Partition:
         return True
 
     def can_be_left(self, low_water: int) -> bool:
-        """Once nothing more of it begins: whether nothing runs, and all that was inherited is finished (K10)."""
+        """Once none of its messages is started any more: whether none runs, and all inherited are finished (K10)."""
         return self.epoch.at_rest and not self.epoch.ended and low_water >= self.inherited_below
 
     def end(self) -> None:
@@ -66,7 +69,8 @@ class Partition:
 
 
 class Reading:
-    """From an assignment to its end. Once `over`, nothing is delivered; while `draining`, nothing more is read."""
+    """All partitions, from an assignment to its end. Once `over`, nothing is delivered; while `draining`, nothing is
+    read."""
 
     def __init__(self, consumer: AIOKafkaConsumer, topics: Topics, bounds: Bounds, placing: Placing, log: Any) -> None:
         self._consumer = consumer
@@ -81,12 +85,12 @@ class Reading:
         self._unplaced = asyncio.Event()
 
     def begin(self, at: TopicPartition) -> None:
-        """A new epoch, and a reader to be placed."""
+        """Start a new epoch of the partition, whose reader is still to be placed."""
         self._new(at)
         self._unplaced.set()
 
     def _set_back(self, at: TopicPartition, former: Partition) -> Partition:
-        """A new epoch, whose reader stands somewhere already. What was delivered may still run here."""
+        """Start a new epoch whose reader is placed already. Earlier deliveries may still run here."""
         partition = self._new(at)
         partition.placed = True
         partition.leaders = former.leaders
@@ -110,16 +114,16 @@ class Reading:
     def register(
         self, fetched: Mapping[TopicPartition, Sequence[Any]], refused: Mapping[int, BadMessage] = NOTHING
     ) -> list[Delivery]:
-        """Deliveries of these records, in order. Without an await: see the head of `session`."""
+        """Deliveries of these records, in order. Contains no await: see the docstring of `kafka_session`."""
         deliveries: list[Delivery] = []
         if self.over:
             return deliveries
         for at, records in fetched.items():
             partition = self.partitions.get(at)
             if partition is None or not partition.placed:
-                continue  # its reader will be placed, and what came too early is read then
-            # An offset at or below a former one means that the reader was set back: what it brings is not what the
-            # tracker knows.
+                continue  # its reader will be placed, and records that came too early are read then
+            # An offset at or below an earlier one means that the reader was set back: these are not the deliveries that
+            # the tracker knows.
             if records[0].offset <= partition.tracker.highest:
                 partition = self._set_back(at, partition)
             partition.tracker.deliver(record.offset for record in records)
@@ -161,8 +165,8 @@ class Reading:
             await asyncio.sleep(PLACE_AGAIN)
 
     def follows(self, at: TopicPartition, position: int, fetched: Sequence[tuple[int, int]]) -> bool:
-        """Whether what was fetched is of the log that has been read so far. If not, nothing more is read until Kafka
-        has told; what was delivered runs on, since it may well be."""
+        """Whether what was fetched belongs to the log that has been read so far. If not, nothing more is read until
+        Kafka has answered whether it does; messages already delivered continue, since it may well do."""
         partition = self.partitions.get(at)
         if partition is None or not partition.placed or partition.leaders.follow(position, fetched):
             return True
@@ -172,7 +176,7 @@ class Reading:
         return False
 
     async def _settle_doubts(self) -> None:
-        """Read on where the log has all that was read of it, and place the others anew."""
+        """Continue where the log contains everything that was read of it, and place the other partitions anew."""
         doubted = {at: (each, each.doubted) for at, each in self.partitions.items() if each.doubted is not None}
         reached = {at: (position, each.leaders.of(position)) for at, (each, position) in doubted.items()}
         for at, same in (await self._placing.same_logs(reached)).items():
@@ -186,8 +190,8 @@ class Reading:
                 self.begin(at)
 
     def place_anew(self) -> bool:
-        """Forget all deliveries, and ask again where to begin; returns whether anything had been placed. What is being
-        placed is left alone: it learns by itself which server answers (K12)."""
+        """Forget all deliveries and ask again where to begin; returns whether any partition had been placed. A
+        partition that is being placed is left alone: its placing notices by itself which server answers (K12)."""
         placed = [at for at, partition in self.partitions.items() if partition.placed]
         for at in placed:
             self.begin(at)
@@ -195,7 +199,7 @@ class Reading:
         return bool(placed)
 
     async def look_for_other_topics(self) -> None:
-        """Begin anew where a topic was made anew: its reader stands in the middle of another log (K18)."""
+        """Place a partition anew if its topic was recreated: its reader is in the middle of another log (K18)."""
         placed = {at: each for at, each in self.partitions.items() if each.placed}
         for at in await self._placing.recreated(placed):
             if self.partitions.get(at) is placed[at]:
@@ -216,12 +220,12 @@ class Reading:
         return {source: most for source, most in room.items() if most}
 
     def bytes_left(self, sources: Iterable[str]) -> int:
-        """How many more bytes of messages may be taken of them together."""
+        """How many more bytes of messages may be taken from these sources together."""
         return min((self._outstanding[source].bytes_left for source in sources), default=0)
 
     async def lag(self) -> dict[str, Lag]:
-        """By source, what nobody has read yet; offsets, transaction markers among them. Kafka is asked where they end,
-        since the client learns nothing of a partition that is paused. TimeoutError or KafkaError."""
+        """The unread offsets of each source, transaction markers included. Raises TimeoutError or KafkaError. Kafka is
+        asked for the ends of the partitions, since the client learns nothing about a paused one."""
         placed = {at: each for at, each in self.partitions.items() if each.placed}
         ends = await end_offsets(self._consumer, placed) if placed else {}
         found: dict[str, Lag] = {}
@@ -233,7 +237,8 @@ class Reading:
         return found
 
     def regulate(self) -> None:
-        """Pause what has too many offsets above its low-water mark, and resume what has few again (D8)."""
+        """Pause a partition with too many offsets above its low-water mark, and resume it when there are few again
+        (D8)."""
         bound = self._bounds.max_uncommitted
         for at, partition in self.partitions.items():
             span = partition.tracker.span
@@ -247,7 +252,7 @@ class Reading:
         self.pause()
 
     def pause(self) -> None:
-        """Bring the client's pauses to what they should be; compared anew, since a rebalance forgets them (K6)."""
+        """Bring the client's pauses to the wanted state. Compared each time, since a rebalance forgets them (K6)."""
         ours = self._consumer.assignment()
         if self.draining:
             wanted = set(ours)
@@ -265,7 +270,7 @@ class Reading:
 
 
 def message_of(source: str, record: Any) -> Message:
-    """Translate one record of aiokafka. Without a value it is a tombstone; a header without a value is none (R41)."""
+    """Translate one aiokafka record. Without a value it is a tombstone; headers without one are left out (R41)."""
     pairs = tuple((name, _text(value)) for name, value in record.headers if value is not None)
     headers = dict(pairs)
     return Message(
@@ -288,7 +293,7 @@ def _time(milliseconds: int | None) -> datetime | None:
         return None
     try:
         return datetime.fromtimestamp(milliseconds / 1000, UTC)
-    except (ValueError, OverflowError, OSError):  # microseconds, a common slip, are a year beyond 9999
+    except (ValueError, OverflowError, OSError):  # microseconds, a common mistake, give a year beyond 9999
         return None
 
 

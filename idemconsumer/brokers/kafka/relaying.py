@@ -1,8 +1,8 @@
-"""The outbox on its way to Kafka: batches made here, of which a partition gets one after the other.
+"""Relays the outbox to Kafka in batches made here; a partition gets one batch after the other.
 
-Of a record that is refused the client's producer knows no more than that its batch failed, and the next batch may be
-taken nevertheless. So nothing is sent to a partition behind a batch that failed, and that one is halved until the
-refused record is found (X5).
+The client's producer reports a refused record only as a failed batch, and the next batch may be accepted nevertheless.
+So nothing is sent to a partition after a batch that failed; that batch is halved until the refused record is found (X5:
+a refused message stops its key, and no other).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from idemconsumer.ports.broker import BEHIND, Outgoing, Unsent
 
 
 class InvalidRecordError(UnknownError):  # type: ignore[misc]
-    """A broker's answer to a record without a key for a compacted topic, and to one that a schema does not let in."""
+    """The broker's answer to a record without a key for a compacted topic, and to one that a schema rejects."""
 
     errno = 87
     message = "INVALID_RECORD"
     description = "The broker does not take the record: without a key for a compacted topic, or not of its schema"
 
 
-# aiokafka has no name for it, and takes it for UNKNOWN_SERVER_ERROR, which is no fault of a record. Who catches that,
-# still catches this one.
+# aiokafka has no class for this code and maps it to UNKNOWN_SERVER_ERROR, which does not blame the record. Code that
+# catches UnknownError still catches this subclass.
 kafka_errors.setdefault(InvalidRecordError.errno, InvalidRecordError)
 _REFUSED: Final = (MessageSizeTooLargeError, RecordListTooLargeError, InvalidTimestampError, InvalidRecordError)
 
@@ -47,8 +47,8 @@ _partitioner = DefaultPartitioner()
 
 
 class TopicRelay:
-    """Of messages to one topic. `answers`: what is known of each. A producer that `producer` gave is not used again
-    after `discard`; no record is larger than `most_bytes`."""
+    """Relays messages to one topic. `answers` holds the result for each. After `discard`, a producer that `producer`
+    returned is not used again. No record is larger than `most_bytes`."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class TopicRelay:
         self._topic = topic
         self._messages = messages
         self._most_bytes = most_bytes
-        self._stopped = set[bytes | None]()  # keys
+        self._stopped = set[bytes | None]()  # keys of which a message was refused
         self.answers: list[Unsent | None] = [BEHIND] * len(messages)
 
     async def run(self) -> None:
-        """All partitions at once; then what failed, by halves, one partition after the other."""
+        """Send to all partitions at once; then send what failed by halves, one partition after the other."""
         of = await self._by_partition()
         sending = (self._send_all(partition, indexes) for partition, indexes in of.items())
         failed = await asyncio.gather(*sending, return_exceptions=True)
@@ -81,7 +81,7 @@ class TopicRelay:
     async def _by_partition(self) -> dict[int, list[int]]:
         producer = await self._producer()
         there = sorted(await producer.partitions_for(self._topic))
-        any_of_them = random.choice(there)  # one for all without a key: larger batches
+        any_of_them = random.choice(there)  # one partition for all messages without a key: larger batches
         of: dict[int, list[int]] = {}
         for index, message in enumerate(self._messages):
             key = key_of(message)
@@ -100,7 +100,7 @@ class TopicRelay:
         return of
 
     async def _send_all(self, partition: int, indexes: Sequence[int]) -> list[list[int]]:
-        """In batches, up to the first that is refused; returns that one, and what is behind it."""
+        """Send in batches up to the first that is refused; returns that batch and the messages after it."""
         while indexes:
             count, error = await self._send(partition, indexes)
             if error is not None:
@@ -124,7 +124,8 @@ class TopicRelay:
                 left.extendleft((part[count:], part[count // 2 : count], part[: count // 2]))
 
     async def _send(self, partition: int, indexes: Sequence[int]) -> tuple[int, KafkaError | None]:
-        """As many as fit into a batch, and why they were refused. Raises KafkaError where it is not their fault."""
+        """Send as many as fit into one batch; returns how many, and why the batch was refused. Raises KafkaError if the
+        messages are not to blame."""
         producer = await self._producer()
         builder = producer.create_batch()
         now, count = int(time.time() * 1000), 0

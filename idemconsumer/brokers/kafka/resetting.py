@@ -1,4 +1,4 @@
-"""For `kafka reset`: where a group without members begins, looked up and set (K20)."""
+"""For `kafka reset`: finds and sets where a group without members begins (K20)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _TIMEOUT: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Of one partition: the group's offset before, None where it had none, with its mark, and the new one. `leader`:
-    the epoch of the log that it is of, None if unknown (K21)."""
+    """The reset of one partition. `before` is the group's offset so far, None if it had none, with its `mark`; `offset`
+    is the new one. `leader` is the epoch of the log that the offset is of, None if unknown (K21)."""
 
     partition: int
     before: int | None
@@ -38,7 +38,7 @@ class Move:
 
 
 class GroupOffsets:
-    """Of one group. `cluster` is the id of the Kafka cluster."""
+    """The offsets of one group. `cluster` is the id of the Kafka cluster."""
 
     def __init__(self, consumer: AIOKafkaConsumer, admin: AIOKafkaAdminClient, group: str, cluster: str) -> None:
         self._consumer = consumer
@@ -50,10 +50,10 @@ class GroupOffsets:
         return (await topic_ids(self._consumer._client, [topic])).get(topic)
 
     async def moves(self, servers: str, topic: str, partition: int | None, to: str | int | datetime) -> list[Move]:
-        """What a reset of these would do. `to`: `earliest`, `latest`, an offset, or a time.
+        """What a reset of these partitions would do. `to`: `earliest`, `latest`, an offset, or a time.
 
-        Raises ConfigurationError for a group with live members, a partition that is not there, and an offset that is
-        not in its log; BrokerUnavailable for a topic that is not there.
+        Raises ConfigurationError for a group with live members, for a partition that does not exist, and for an offset
+        that is not in the log; BrokerUnavailable for a topic that does not exist.
         """
         await self._refuse_members()
         if not (count := await partitions_of(self._admin, topic)):
@@ -62,7 +62,7 @@ class GroupOffsets:
             raise ConfigurationError(f"kafka:{topic}/{partition} does not exist: the last partition is {count - 1}")
         places = [TopicPartition(topic, each) for each in (range(count) if partition is None else [partition])]
         await self._consumer._client.add_topic(topic)
-        leaders = await present_leaders(self._consumer._client, places)  # before its log is looked at: see `Placing`
+        leaders = await present_leaders(self._consumer._client, places)  # before the log is queried: see `Placing`
         starts, ends = await self._consumer.beginning_offsets(places), await self._consumer.end_offsets(places)
         self._consumer.assign(places)
         commits = await self._consumer._coordinator.fetch_committed_offsets(places)
@@ -78,8 +78,8 @@ class GroupOffsets:
         return [Move(at.partition, befores.get(at), marks.get(at), offsets[at], leaders.get(at)) for at in places]
 
     async def commit(self, topic: str, moves: Sequence[Move]) -> None:
-        """Set the offsets. Without a mark, so that they are obeyed whatever the database says (K12). Raises
-        ConfigurationError when the group has members by now."""
+        """Set the offsets, without a mark, so that they are obeyed whatever the database has (K12: without a mark means
+        set by a person). Raises ConfigurationError if the group has members by now."""
         try:
             await self._consumer.commit({TopicPartition(topic, each.partition): each.offset for each in moves})
         except CommitFailedError as error:
@@ -99,7 +99,7 @@ class GroupOffsets:
         try:
             members = (await described_group(self._admin, self._group))["members"]
         except GroupCoordinatorNotAvailableError:
-            return  # a new cluster makes the groups' own topic when it is first asked
+            return  # a new cluster creates the topic of group offsets on the first request
         if members:
             who = sorted({f"{each['client_id']} at {each['client_host']}" for each in members})
             raise self._has_members(", ".join(who))
@@ -113,11 +113,11 @@ class GroupOffsets:
 
 @asynccontextmanager
 async def group_offsets(settings: Settings, group: str) -> AsyncIterator[GroupOffsets]:
-    """Connected, without becoming a member. Kafka's errors become BrokerUnavailable, here and in the body."""
+    """Connect without becoming a member. Kafka's errors become BrokerUnavailable, here and in the body."""
     if settings.kafka is None:
         raise ConfigurationError("kafka: no address; set IDEMCONSUMER_KAFKA=host:9092[,host:9092]")
     connection = connection_options(settings)
-    # The end of what is committed: what an open transaction keeps back is still to be read.
+    # The end of the committed messages: what an open transaction holds back is still to be read.
     consumer = AIOKafkaConsumer(
         **connection, group_id=group, enable_auto_commit=False, isolation_level="read_committed"
     )

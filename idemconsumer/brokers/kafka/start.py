@@ -1,4 +1,4 @@
-"""Where the reading of a partition begins. Pure: what Kafka and the database say in, an offset out."""
+"""Decides where the reading of a partition begins. Pure: the state of Kafka and the database in, an offset out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _MARK: Final = re.compile(r"idemconsumer:(\w+):(\d+):(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class OffsetMark:
-    """What goes with each offset that is committed to Kafka: the row of the database that was written before (K12)."""
+    """Metadata of each offset that is committed to Kafka: it names the database row that was written before the commit
+    (K12)."""
 
     history: str
     counter: int
@@ -24,7 +25,7 @@ class OffsetMark:
 
     @classmethod
     def of(cls, metadata: str) -> OffsetMark | None:
-        """None for an offset that somebody else has set."""
+        """The mark in this metadata; None for an offset that another program or a person has set."""
         found = _MARK.fullmatch(metadata)
         return None if found is None else cls(found[1], int(found[2]), int(found[3]))
 
@@ -35,16 +36,21 @@ def history_of(topic: str | None, drawn: str) -> str:
 
 
 def topic_of(history: str) -> str | None:
-    """The id of the topic that it is of; None where that was not known."""
+    """The id of the topic that the history is of; None if it was not known."""
     return history.partition("_")[2] or None
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Up to where the group has read, None for nowhere. `set_back`: by the database, which lacks what came behind.
-    `anew`: what was read is another topic of that name. `forgotten`: Kafka has no offset of the group any more.
-    `older`: it has another one, from before the row. `kept`: the history that goes on; None: a new one begins.
-    `leader`: the row's, of a history that led to this offset."""
+    """Up to where the group has read; `offset` is None if it has not read here.
+
+    - `set_back`: the database was set back and lacks what came after.
+    - `anew`: the group has read another topic of that name.
+    - `forgotten`: Kafka no longer has an offset of the group.
+    - `older`: Kafka has another offset, from before the row.
+    - `kept`: the history that continues; None: a new one begins.
+    - `leader`: from the row of the history that led to this offset.
+    """
 
     offset: int | None
     set_back: bool = False
@@ -56,18 +62,19 @@ class Resume:
 
     @property
     def new(self) -> bool:
-        """Whether nobody of this group has read here: only then `latest` may skip what is there."""
+        """Whether no member of this group has read here: only then may `latest` skip the existing messages."""
         return not (self.set_back or self.anew or self.forgotten)
 
 
 def resume(committed: int | None, mark: OffsetMark | None, kept: Kept | None, topic: str | None = None) -> Resume:
-    """What to believe: the offset in Kafka with its mark, or what the database has kept (K12). `topic` is the id of the
-    topic that has the name now, None where Kafka does not tell it.
+    """Decides between the offset in Kafka with its mark and the row in the database (K12).
 
-    Of row and mark the one with the greater counter is the later one. A mark that is later is of a write that the
-    database lacks: it was set back. Otherwise the row decides, and so it does where Kafka has forgotten the offset
-    (K19). An offset without a mark was set by a person, and is obeyed; with the row's number it is where its history
-    goes on (K20). What belongs to another topic says nothing about this one (K18).
+    `topic` is the id of the topic that has the name now, None where Kafka does not report it.
+
+    Of row and mark, the one with the greater counter is the later. If the mark is later, the database lacks the row
+    that was written before it: the database was set back. Otherwise the row decides, also where Kafka has forgotten the
+    offset (K19). An offset without a mark was set by a person and is obeyed; if it equals the row's position, the
+    history continues there (K20). A row or mark of another topic says nothing about this one (K18).
     """
     anew = kept is not None and _of_another(kept.history, topic)
     kept = None if anew else kept
@@ -75,7 +82,8 @@ def resume(committed: int | None, mark: OffsetMark | None, kept: Kept | None, to
         return Resume(None, anew=True) if kept is None else Resume(kept.position, kept=kept, leader=kept.leader)
     if committed is None and anew:
         return Resume(None, anew=True)
-    if committed is None and kept is not None:  # without its id it may be another topic, whose deletion took the offset
+    # Without its id the topic may have been recreated, and its deletion took the offset.
+    if committed is None and kept is not None:
         same = topic is not None and topic == topic_of(kept.history)
         if not same:
             return Resume(None, forgotten=True)
@@ -85,19 +93,19 @@ def resume(committed: int | None, mark: OffsetMark | None, kept: Kept | None, to
     if kept is None:
         return Resume(None, set_back=True)
     if mark is not None and mark.counter > kept.counter:
-        begun = committed if mark.history == kept.history else mark.base  # what a person set back was to be read again
+        begun = committed if mark.history == kept.history else mark.base  # a person set it back, to read that again
         return Resume(min(kept.position, begun), set_back=True, leader=kept.leader)
     return Resume(kept.position, kept=kept, older=kept.position != committed, leader=kept.leader)
 
 
 def next_counter(mark: OffsetMark | None, row: Kept | None) -> int:
-    """Of a history that begins: later than all that Kafka or the database knows, be it of another topic."""
+    """The counter of a new history: greater than any that Kafka or the database has, even for another topic."""
     return max(-1 if mark is None else mark.counter, -1 if row is None else row.counter) + 1
 
 
 def left_quiet(committed: int | None, row: Kept | None, found: Resume) -> bool:
-    """Whether nobody can have died while they read it (K10): who read it last left with nothing in hand, or nobody has.
-    `row` is what the database knows, be it of another topic."""
+    """Whether no reader can have died while it read this partition (K10). That is so if the last reader left with
+    nothing in flight, or if there was none. `row` is the database's row, even if it is of another topic."""
     if found.set_back:
         return False
     return committed is None if row is None else row.quiet == row.counter
@@ -111,7 +119,7 @@ def _of_another(history: str, topic: str | None) -> bool:
 @dataclass(frozen=True, slots=True)
 class PartitionLog:
     """What a partition holds now: offsets from `start` up to but not including `end`. Up to `shared` it is the log that
-    the group has read; None where nobody knows."""
+    the group has read; None if that is unknown."""
 
     start: int
     end: int
@@ -120,8 +128,8 @@ class PartitionLog:
 
 @dataclass(frozen=True, slots=True)
 class PartitionStart:
-    """`lost`: how many offsets nobody will read, because the log no longer has them (K11). `beyond`: how many of those
-    that the group has read are not in this log, which is another one from there on (K21)."""
+    """`lost`: how many offsets were never read and are no longer in the log (K11). `beyond`: how many offsets that the
+    group has read are not in this log, which differs from that point on (K21)."""
 
     offset: int
     lost: int = 0
@@ -129,8 +137,8 @@ class PartitionStart:
 
 
 def start_at(group: int | None, log: PartitionLog, *, latest: bool) -> PartitionStart:
-    """`group` is the offset up to which the group has read, None for a new group, which begins at the log's start, or
-    with `latest` at its end."""
+    """Where to begin. `group` is the offset up to which the group has read, None for a new group: that begins at the
+    log's start, or with `latest` at its end."""
     if group is None:
         return PartitionStart(log.end if latest else log.start)
     if group < log.start:

@@ -1,9 +1,11 @@
-"""What the client cannot read stops its partition alone, until a person skips it or it can be read after all (K13), and
-what it may not read, until it may (K22).
+"""Records that the client cannot read, or may not read, stop only their own partition.
 
-The client raises a fault out of a fetch of many partitions, and loses the records that it had read before it. Here each
-fetch of a partition ends before its fault, which is reported instead of raised. It also ends where enough bytes were
-read: the client knows numbers of records only, and what it makes of a small batch may be large (D8).
+An unreadable record stops it until a person skips the record or it can be read after all (K13); a topic without
+permission, until the user has it (K22).
+
+The client raises a fault out of a fetch of many partitions, and loses the records that it had read before the fault.
+Here each partition's part of a fetch ends before its fault, which is reported instead of raised. It also ends where
+enough bytes were read: the client limits only the number of records, and a small batch may decompress to a lot (D8).
 """
 
 from __future__ import annotations
@@ -28,27 +30,27 @@ from idemconsumer.brokers.kafka.placing import Placing
 from idemconsumer.brokers.kafka.reading import Partition, Reading
 from idemconsumer.ports.broker import Delivery
 
-LOOK_AGAIN = 3.0  # seconds before it is looked whether what cannot be read is to be skipped
-SAY_AGAIN = 60.0  # seconds before it is said again that a partition stands still
+LOOK_AGAIN = 3.0  # seconds between two checks whether an unreadable record is to be skipped
+SAY_AGAIN = 60.0  # seconds until a blocked partition is logged again
 _PAUSE = 1.0
 _WAIT_MS = 500
-_BATCH_BYTES = 1024 * 1024  # a batch that is larger comes whole all the same
+_BATCH_BYTES = 1024 * 1024  # a larger batch still comes whole
 
 Report = Callable[[TopicPartition], None]
 Follows = Callable[[TopicPartition, int, Sequence[tuple[int, int]]], bool]
 
 
 def watch(consumer: AIOKafkaConsumer, report: Report, follows: Follows) -> Fetched:
-    """From now on `report` is told of a fault, within `getmany` and instead of its raising, and what was fetched is
-    dropped unless it `follows` what was read before (`Leaders.follow`). Call it after `start`."""
+    """From now on, call `report` with the partition of a fault, within `getmany` and instead of raising. What was
+    fetched is dropped unless it `follows` what was read before (`Leaders.follow`). Call this after `start`."""
     consumer._fetcher._records = fetched = Fetched(report, follows)
     consumer._client.send = partial(fetched.send, consumer._client.send)
     return fetched
 
 
 class Fetched(OrderedDict[TopicPartition, Any]):
-    """What the client has fetched and not handed out. `bytes_left`: set before each `getmany`, which hands out no more
-    than begins within so many bytes, and one record at least."""
+    """What the client has fetched and not returned yet. `bytes_left` is set before each `getmany`, which returns only
+    records that begin within that many bytes, and at least one."""
 
     def __init__(self, report: Report, follows: Follows) -> None:
         super().__init__()
@@ -58,9 +60,9 @@ class Fetched(OrderedDict[TopicPartition, Any]):
         self.bytes_left = 0
 
     async def send(self, send: Callable[..., Awaitable[Any]], node: int, request: Any, **how: Any) -> Any:
-        """The client's, which keeps no leader's epoch of what it has fetched."""
+        """The client's `send`, with the leader epochs of what was fetched, which the client drops."""
         answer = await send(node, request, **how)
-        if isinstance(request, FetchRequest):  # the client stores what came of it before anything else can be fetched
+        if isinstance(request, FetchRequest):  # the client stores this result before anything else can be fetched
             for topic, partitions in answer.topics:
                 for partition, *_, records in partitions:
                     self._leaders[TopicPartition(topic, partition)] = list(leaders_of(records or b""))
@@ -73,7 +75,7 @@ class Fetched(OrderedDict[TopicPartition, Any]):
         super().__setitem__(at, fetched)
 
     def _getall(self, fetched: Any, max_records: int | None = None) -> list[Any]:
-        """As FetchResult.getall, but what was read before a fault is returned."""
+        """As FetchResult.getall, but returns the records that were read before a fault."""
         at = fetched._topic_partition
         if self.bytes_left <= 0 or not fetched.check_assignment(at) or not fetched.has_more():
             return []
@@ -97,13 +99,13 @@ class Fetched(OrderedDict[TopicPartition, Any]):
 
 
 def _size_of(record: Any) -> int:
-    """Bytes of its value, its key and its headers."""
+    """Bytes of the record's value, key and headers."""
     size = len(record.value or b"") + len(record.key or b"")
     return size + sum(len(name) + len(value or b"") for name, value in record.headers) if record.headers else size
 
 
 async def read_batch(consumer: AIOKafkaConsumer, at: TopicPartition, position: int) -> RecordBatch | None:
-    """The batch at `position`, whatever is wrong with it; None if there is none. Raises TimeoutError or KafkaError."""
+    """The batch at `position`, readable or not; None if there is none. Raises TimeoutError or KafkaError."""
     client = consumer._client
     leader = client.cluster.leader_for_partition(at)
     if leader is None or leader < 0:
@@ -115,14 +117,14 @@ async def read_batch(consumer: AIOKafkaConsumer, at: TopicPartition, position: i
         for _, code, _, *rest in partitions:
             if code:
                 raise for_code(code)(at)
-            aborted = rest[-2 if answer.API_VERSION < 11 else -3]  # there the preferred replica comes behind it
+            aborted = rest[-2 if answer.API_VERSION < 11 else -3]  # from version 11 on, the preferred replica follows
             return batch_at(at, bytes(rest[-1] or b""), position, aborted or ())
     return None
 
 
 @dataclass(slots=True)
 class _Halt:
-    """`due` is when to look at it again, `said` when it was said."""
+    """A blocked partition. `due`: when to check it again; `said`: when it was last logged."""
 
     partition: Partition
     due: float = 0.0
@@ -130,7 +132,7 @@ class _Halt:
 
 
 class Unreadable:
-    """Where the partitions of one session stand still."""
+    """The partitions of one session that are blocked."""
 
     def __init__(self, consumer: AIOKafkaConsumer, reading: Reading, placing: Placing, log: Any) -> None:
         self._consumer = consumer
@@ -139,11 +141,11 @@ class Unreadable:
         self._log = log
         self._halts: dict[TopicPartition, _Halt] = {}
         self._halted = asyncio.Event()
-        self._forbidden: dict[str, float] = {}  # topics, and when it was said of them
-        self.late: list[Delivery] = []  # what was read here, to be handed over by the next fetch
+        self._forbidden: dict[str, float] = {}  # topics, with the time when each was last logged
+        self.late: list[Delivery] = []  # records that were read here, to be returned by the next fetch
 
     def halt(self, at: TopicPartition) -> None:
-        """The client has met something that it cannot read."""
+        """Block a partition at which the client has met something that it cannot read."""
         if (partition := self._reading.partitions.get(at)) is not None and not partition.halted:
             partition.halted = True
             self._halts[at] = _Halt(partition)
@@ -151,19 +153,19 @@ class Unreadable:
             self._reading.pause()
 
     def forbid(self, topics: Iterable[str]) -> None:
-        """This user may not read these."""
+        """Block the topics that this user may not read."""
         for at, partition in self._reading.partitions.items():
             if at.topic in topics:
                 partition.forbidden = True
                 self.halt(at)
 
     async def look(self) -> None:
-        """Take apart what the client could not read, and go on behind it as far as that can be read or is skipped."""
+        """Decode what the client could not read, and continue after it as far as it can be read or is skipped."""
         await self._halted.wait()
         now = asyncio.get_running_loop().time()
         for at, halt in list(self._halts.items()):
             if self._reading.partitions.get(at) is not halt.partition:
-                del self._halts[at]  # its epoch is over
+                del self._halts[at]  # its assignment is over
             elif halt.due <= now:
                 halt.due = now + LOOK_AGAIN
                 await self._look_at(at, halt, now)

@@ -1,5 +1,5 @@
-"""RabbitMQ, through aio-pika. The only room that imports that driver.
+"""RabbitMQ, through aio-pika. Only this folder imports that driver.
 
-`session` consumes and acknowledges, `tap` reads its deliveries from the bytes, `link` connects, `limits` reports what a
-queue's arguments would lose.
+`rabbitmq_session` consumes and acknowledges, `tap` reads its deliveries from the bytes, `link` connects, `limits`
+reports what a queue's arguments would lose.
 """

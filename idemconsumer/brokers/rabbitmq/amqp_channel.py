@@ -1,8 +1,8 @@
-"""What one channel has: the tags that it acknowledges next, and its consumer with its prefetch.
+"""The state of one channel: the tags to acknowledge next, and its consumer with its prefetch.
 
-A channel numbers its deliveries 1, 2, 3, … without holes. RabbitMQ closes the channel when an ack names a tag
-that is not outstanding, also one that an earlier `multiple` covered; and a `multiple` takes everything up to
-its tag, finished or not. So `multiple` is used only over a finished prefix, and a tag is never named twice (Q3).
+A channel numbers its deliveries 1, 2, 3, … without holes. RabbitMQ closes the channel when an ack names a tag that is
+not outstanding, including one that an earlier `multiple` covered. A `multiple` acknowledges everything up to its tag,
+finished or not. So `multiple` is used only over a finished prefix, and a tag is never named twice (Q3).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from aiormq.abc import DeliveredMessage
 
 from idemconsumer.rules.fetching import next_prefetch
 
-# AMQP carries the prefetch as 16 bits, and 0 would mean "no bound".
+# AMQP carries the prefetch in 16 bits, and 0 would mean "no limit".
 MAX_PREFETCH = 65_535
 
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """One `basic.ack`. With `multiple` it takes every outstanding tag up to `tag`."""
+    """One `basic.ack`. With `multiple` it acknowledges every outstanding tag up to `tag`."""
 
     tag: int
     multiple: bool
 
 
 class AckTags:
-    """Which are finished, and which are acked. Pure: finished tags in, acks out."""
+    """Which tags are finished, and which are acked. Pure: finished tags in, acks out."""
 
     def __init__(self) -> None:
         self._through = 0
@@ -36,7 +36,7 @@ class AckTags:
         self._finished: set[int] = set()
 
     def finish(self, tags: Iterable[int]) -> None:
-        """These deliveries are finished. Tags that were acked before are ignored."""
+        """Mark these deliveries as finished. Tags that were acked before are ignored."""
         self._finished.update(tag for tag in tags if tag > self._through and tag not in self._alone)
 
     def due(self) -> list[Ack]:
@@ -50,7 +50,7 @@ class AckTags:
         return acks + [Ack(beyond, multiple=False) for beyond in sorted(self._finished) if beyond > last]
 
     def sent(self, acks: Iterable[Ack]) -> None:
-        """These were handed to the channel."""
+        """Record that these acks were sent on the channel."""
         for ack in acks:
             if ack.multiple:
                 covered = range(self._through + 1, ack.tag + 1)
@@ -72,12 +72,15 @@ class _Consumer:
 
 
 class Consumers:
-    """Mostly one; two while one replaces the other (Q11), and none while their handler is paused (O14).
+    """The consumers of one channel: usually one.
 
-    RabbitMQ applies `basic.qos` to new consumers only, and a quorum queue refuses one for the channel. So another
-    prefetch needs another consumer. The former one is cancelled when the new one has got a delivery: of a queue with
-    a single active consumer it never gets one, and a cancel would make another worker's consumer the active one while
-    this worker still runs what it got. What a cancelled consumer got stays with its channel, unacked.
+    There are two while one replaces the other (Q11), and none while their handler is paused (O14).
+
+    RabbitMQ applies `basic.qos` only to new consumers, and a quorum queue refuses a qos for the whole channel. So
+    another prefetch needs another consumer. The former consumer is cancelled once the new one has received a delivery.
+    On a queue with a single active consumer the new one never does, and cancelling the former would activate another
+    worker's consumer while this worker still runs its deliveries. Deliveries of a cancelled consumer stay with the
+    channel, unacked.
     """
 
     def __init__(self, wire: Wire, queue: str) -> None:
@@ -88,7 +91,7 @@ class Consumers:
         self._begun = 0
 
     def serves(self, tag: str) -> None:
-        """The consumer with this tag has got a delivery. It may come before the answer to the request to consume."""
+        """Record that the consumer with this tag got a delivery. It may arrive before the answer to basic.consume."""
         self._served.add(tag)
 
     async def begin(self, prefetch: int) -> None:
@@ -100,7 +103,7 @@ class Consumers:
         self._consumers.append(_Consumer(tag, prefetch))
 
     async def regulate(self, wanted: int, most: int) -> None:
-        """Bring the prefetch to `wanted`, if it is worth a change; never leave it above `most`."""
+        """Bring the prefetch to `wanted`, if the change is worth it; never leave it above `most`."""
         if not self._consumers:
             await self.begin(min(wanted, most))
             return
@@ -125,4 +128,4 @@ class Consumers:
 
 
 async def _tapped(_: DeliveredMessage) -> None:
-    """What the client would call: the session takes deliveries before the client sees them (Q12)."""
+    """The client's callback, never called: the session takes deliveries before the client sees them (Q12)."""

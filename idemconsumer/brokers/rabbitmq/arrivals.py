@@ -1,14 +1,14 @@
-"""What one delivery is on the wire: a method, a header and bodies, read without the client's objects.
+"""One delivery on the wire: a method, a header and bodies, decoded without the client's objects.
 
-The client makes some ten objects, a task and three queue entries of each delivery, which took more time than all else
-that a message needs here (Q12).
+The client creates some ten objects, a task and three queue entries for each delivery, which took more time than
+everything else that a message needs here (Q12).
 
-Property and header values that the client refuses to read must not cost the other messages (Q7). pamqp raises for a
-timestamp beyond the year 9999 (microseconds, a common slip), for a name or short string that is not UTF-8, and for
+Property and header values that the client cannot read must not cost the other messages (Q7). pamqp raises for a
+timestamp beyond the year 9999 (microseconds, a common mistake), for a name or short string that is not UTF-8, and for
 headers nested some hundred deep. The broker checks none of these. The error ends aiormq's reader, and with it the
-connection: everything prefetched goes back and is counted as returned, on each new connection again, until a quorum
-queue's delivery limit deletes the message *and* its innocent neighbours (20 returns in 14 s seen, RabbitMQ 3.10). Each
-such value carries its length, so the rest of the message can be read nevertheless.
+connection: everything prefetched is requeued and counted as returned, on each new connection again, until a quorum
+queue's delivery limit deletes the message *and* its neighbours (seen: 20 returns in 14 s, RabbitMQ 3.10). Each such
+value carries its length, so the rest of the message can be read nevertheless.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Reader = Callable[[bytes], tuple[int, FieldValue]]
 
 
 def read_everything() -> None:
-    """Teach pamqp, in this whole process, to give a value where it raised one of those errors.
+    """Make pamqp, in this whole process, return a value where it raised one of those errors.
 
-    What it could read it reads as before, and frames that are cut short are still refused; so all that other users of
-    pamqp notice is connections that stay open. A timestamp that no date can hold becomes None, as does nesting beyond
+    Everything that it could read is read as before, and truncated frames are still refused; so the only effect on other
+    users of pamqp is that connections stay open. A timestamp that no date can hold becomes None, as does nesting beyond
     the interpreter's recursion limit; text that is not UTF-8 is read as Latin-1.
     """
     taught: dict[Any, Reader] = {
@@ -50,7 +50,7 @@ def read_everything() -> None:
     tables: tuple[dict[Any, Any], ...] = (decode.METHODS, decode.TABLE_MAPPING)
     for table in tables:
         table.update({code: taught[reader] for code, reader in table.items() if reader in taught})
-    # It also refuses names of queues and exchanges that RabbitMQ allows: all of up to 255 bytes.
+    # It also refuses names of queues and exchanges that RabbitMQ allows: any name of up to 255 bytes.
     constants.DOMAIN_REGEX.update(dict.fromkeys(constants.DOMAIN_REGEX, re.compile(".*", re.DOTALL)))
 
 
@@ -78,7 +78,7 @@ def _short_str(strict: Reader) -> Reader:
 
 
 def _field_table(value: bytes) -> tuple[int, FieldValue]:
-    """pamqp's own loop with tolerant names; around it, a retry at every level would double the work per level."""
+    """pamqp's own loop, with tolerant names. A retry around pamqp's would double the work at each level of nesting."""
     end = 4 + int.from_bytes(value[:4], "big")
     if len(value) < max(end, 4):
         raise ValueError("Field table length exceeds available data")
@@ -99,14 +99,14 @@ def _bounded(reader: Reader) -> Reader:
     def read(value: bytes) -> tuple[int, FieldValue]:
         try:
             return reader(value)
-        except RecursionError:  # here too little stack may be left even for this; then the level above has more
+        except RecursionError:  # too little stack may be left even to handle this here; then the level above has more
             return 4 + int.from_bytes(value[:4], "big"), None
 
     return read
 
 
 def read_text(raw: bytes) -> str:
-    """UTF-8, else Latin-1, since a replacement character would make one key of two ids."""
+    """Decode UTF-8, else Latin-1: a replacement character would turn two ids into one key."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -118,7 +118,7 @@ read_table = _bounded(_field_table)
 
 
 class Arrival(msgspec.Struct):
-    """One delivery. `properties` are those that it carries, headers and timestamp among them, by their AMQP names.
+    """One delivery. `properties` are the AMQP properties that it carries, by name, headers and timestamp included.
     `whole` describes a body of which only the beginning was kept."""
 
     consumer_tag: str
@@ -182,7 +182,7 @@ def described(header: bytes) -> tuple[int, dict[str, Any]]:
     if not flags:
         return size, {}
     at, more = _HEADER.size, flags & _MORE_FLAGS
-    while more:  # nobody has defined what these would be
+    while more:  # further flags, which no AMQP version defines
         more, at = header[at + 1] & _MORE_FLAGS, at + 2
     rest, properties = header[at:], {}
     for name, read in _carried(flags):

@@ -13,9 +13,9 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from idemconsumer.ports.broker import Finding
 
-# RabbitMQ 4 deletes (or dead-letters) after this many deliveries unless configured otherwise.
+# RabbitMQ 4 deletes or dead-letters a message after this many deliveries, unless configured otherwise.
 DEFAULT_LIMIT_SINCE_4 = 20
-# Deliveries after which the worker takes the message over into the database, where no limit applies.
+# Deliveries after which the worker stores the message in the database, where no limit applies.
 TAKE_OVER_AFTER = 15
 
 
@@ -29,7 +29,8 @@ def read_queue(base: str, vhost: str, queue: str, tls: ssl.SSLContext | None) ->
 
 
 def limits(subject: str, queue: Mapping[str, Any], version: str) -> list[Finding]:
-    """Findings on one queue. Its own arguments win over a policy; the lower of two delivery limits holds."""
+    """Findings on one queue. Its own arguments take precedence over a policy; of two delivery limits the lower one
+    applies."""
     arguments, policy = _given(queue)
     name, kind = queue.get("name", subject), queue.get("type", "classic")
     if kind == "stream":
@@ -56,16 +57,17 @@ def limits(subject: str, queue: Mapping[str, Any], version: str) -> list[Finding
 
 
 def time_to_live(queue: Mapping[str, Any]) -> float:
-    """Seconds after which the queue drops a message; `inf` without a limit. The lower of two holds."""
+    """Seconds after which the queue drops a message; `inf` without a limit. Of two limits the lower one applies."""
     arguments, policy = _given(queue)
     both = (arguments.get("x-message-ttl"), policy.get("message-ttl"))
     return min((int(limit) / 1000 for limit in both if limit is not None), default=math.inf)
 
 
 def _given(queue: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Its own arguments, and what a policy adds."""
+    """The queue's own arguments, and those that a policy adds."""
     policy = queue.get("effective_policy_definition") or {}
-    return queue.get("arguments") or {}, policy if isinstance(policy, Mapping) else {}  # an empty one is sent as a list
+    # RabbitMQ sends an empty policy as a list.
+    return queue.get("arguments") or {}, policy if isinstance(policy, Mapping) else {}
 
 
 def _delivery_limit(subject: str, name: object, limit: int, dead_letters: str | None, *, is_default: bool) -> Finding:

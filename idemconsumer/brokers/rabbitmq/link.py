@@ -1,4 +1,4 @@
-"""Connecting to RabbitMQ: address, TLS, heartbeat, and its errors in our words."""
+"""Connecting to RabbitMQ: address, TLS, heartbeat, and connection errors in our words."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ read_everything()
 T = TypeVar("T")
 C = TypeVar("C", bound=AbstractConnection)
 
-# Seconds. aiormq calls a silent peer dead after three heartbeats; shorter ones would cost the connection
-# whenever a handler keeps the event loop busy for some seconds.
+# Seconds. aiormq declares a silent peer dead after three heartbeats; a shorter interval would lose the connection
+# whenever a handler blocks the event loop for some seconds.
 HEARTBEAT = 15
-# Seconds for anything that the broker answers at once when it is healthy.
+# Seconds to wait for an answer that a healthy broker gives at once.
 ANSWER = 10.0
-# Seconds to close one channel or connection; what is not acked by then comes again.
+# Seconds to close one channel or connection; messages that are not acked by then are redelivered.
 FAREWELL = 5.0
 
-# What the client raises for a lost channel or connection: besides its own errors, those that it runs into.
+# What the client raises for a lost channel or connection: its own errors, and others that it lets through.
 LOSS: tuple[type[Exception], ...] = (*CONNECTION_EXCEPTIONS, EOFError, asyncio.InvalidStateError)
 
 
@@ -56,7 +56,8 @@ class _Host:
 
 
 class RabbitmqLink:
-    """Where RabbitMQ is and how to get in. Raises ConfigurationError for settings that cannot work."""
+    """The addresses of RabbitMQ, and the TLS and login for them. Raises ConfigurationError for settings that cannot
+    work."""
 
     def __init__(self, settings: Settings) -> None:
         if settings.rabbitmq is None:
@@ -65,7 +66,7 @@ class RabbitmqLink:
                 "set IDEMCONSUMER_RABBITMQ=amqp://user:password@host:5672[,host:5672]/vhost"
             )
         hosts = rabbitmq_urls(settings.rabbitmq)
-        random.shuffle(hosts)  # so that workers spread over a cluster
+        random.shuffle(hosts)  # so that workers spread over the nodes of a cluster
         self._hosts = [_Host(parts) for parts in hosts]
         self.where = ",".join(host.at for host in self._hosts)
         self.vhost = unquote(hosts[0].path[1:]) or "/"
@@ -78,9 +79,9 @@ class RabbitmqLink:
         silence("aio_pika", "aiormq")
 
     async def connect(self, purpose: str, kind: type[C]) -> C:
-        """A plain connection (Q4): one that reconnected by itself would ack old tags on a new channel.
+        """A plain connection (Q4): one that reconnects by itself would ack old tags on a new channel.
 
-        Of several hosts the first one that takes it. Raises BrokerUnavailable.
+        Tries the hosts in order and takes the first that accepts it. Raises BrokerUnavailable.
         """
         why = []
         for host in list(self._hosts):
@@ -101,7 +102,7 @@ class RabbitmqLink:
         raise BrokerUnavailable("; ".join(text for text, _ in why)) from why[-1][1]
 
     async def _why_not(self, host: _Host, error: BaseException) -> str:
-        """What is wrong where no connection can be made."""
+        """Why no connection can be made."""
         if isinstance(error, aiormq.exceptions.ProbableAuthenticationError):
             only_local = "; the user guest may only connect from the server's own machine" if self._guest else ""
             return f"the login was refused: wrong user or password in IDEMCONSUMER_RABBITMQ{only_local}"
@@ -125,7 +126,7 @@ class RabbitmqLink:
         return BrokerUnavailable(f"RabbitMQ at {self.where}: {what}: {text_of(error)}")
 
     def refused(self, queue: str, error: BaseException) -> BrokerUnavailable:
-        """In our words, why a queue cannot be consumed."""
+        """The exception for a queue that cannot be consumed, with the reason in our words."""
         if isinstance(error, aiormq.ChannelNotFoundEntity):
             return self.missing(queue)
         if isinstance(error, TimeoutError):
@@ -143,7 +144,7 @@ class RabbitmqLink:
         )
 
     def unrouted(self, exchange: str, key: str) -> BrokerUnavailable:
-        """Of a message that no queue took, where it was to go. The exchange without a name leads to the queue `key`."""
+        """The exception for a message that no queue took. The exchange without a name routes to the queue `key`."""
         if not exchange:
             return self.missing(key)
         queue_like = f"{exchange}/{key}"
@@ -154,10 +155,10 @@ class RabbitmqLink:
 
 
 async def answered(answer: Awaitable[T], within: float = ANSWER) -> T:
-    """Wait for the client, at most `within` seconds; raises one of LOSS.
+    """Wait for the client, at most `within` seconds. Raises one of LOSS.
 
-    A channel that closes cancels what waits on it. That becomes ConnectionResetError, so that only a
-    cancellation of the caller itself is one.
+    A channel that closes cancels the calls that wait on it. That becomes ConnectionResetError here, so that
+    CancelledError always means a cancellation of the caller itself.
     """
     try:
         async with asyncio.timeout(within):
@@ -170,7 +171,7 @@ async def answered(answer: Awaitable[T], within: float = ANSWER) -> T:
 
 @contextlib.asynccontextmanager
 async def channel_beside(connection: AbstractConnection) -> AsyncIterator[Wire]:
-    """A channel for a question of its own: one without an answer costs its channel. LOSS."""
+    """A separate channel for one question: a negative answer closes its channel. Raises one of LOSS."""
     channel = connection.channel(publisher_confirms=False)
     try:
         await answered(channel.initialize())
@@ -180,14 +181,14 @@ async def channel_beside(connection: AbstractConnection) -> AsyncIterator[Wire]:
 
 
 async def farewell(*resources: _Closable) -> None:
-    """Close each in turn, within FAREWELL seconds; a dead one cannot be closed, and that is not reported."""
+    """Close each in turn, in at most FAREWELL seconds each. Failures are ignored: a dead one cannot be closed."""
     for resource in resources:
         with contextlib.suppress(*LOSS):
             await answered(resource.close(), FAREWELL)
 
 
 def _tls(parameters: Mapping[str, str]) -> RenewedContext | None:
-    """None leaves the choice to the address (plain, or TLS with the system's authorities)."""
+    """The TLS context; None leaves the choice to the address (plain, or TLS with the system's authorities)."""
     ca, cert, key = files = [parameters.get(name) for name in ("cafile", "certfile", "keyfile")]
     trusting = parameters.get("no_verify_ssl") == "1"
     if not (any(files) or trusting):

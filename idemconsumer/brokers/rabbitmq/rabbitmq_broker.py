@@ -1,4 +1,4 @@
-"""RabbitMQ: classic and quorum queues, consumed by plain connections and published to with confirms."""
+"""RabbitMQ: classic and quorum queues, consumed on plain connections and published to with confirms."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from idemconsumer.ports.broker import BEHIND, Bounds, Finding, Outgoing, Reply, 
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings
 
-# Seconds for a publish, connecting included. Under a memory or disk alarm the broker takes publishes and
-# never answers.
+# Seconds for a publish, connecting included. Under a memory or disk alarm the broker accepts publishes and never
+# answers.
 CONFIRM = 30.0
 PERSISTENT = 2
-DIRECT = "amq.rabbitmq.reply-to."  # before the name of a requester that has no queue
+DIRECT = "amq.rabbitmq.reply-to."  # prefix of the reply address of a requester without a queue
 _Send: TypeAlias = Callable[[Wire], Awaitable[object]]
-_AROUND_HEADERS = 1024  # bytes of the frame that has them: other properties, of which none has more than 255
-# Nothing can be declared so: an expiry of 0 is invalid. Where the queue exists, the broker says what differs, and of a
-# stream that is its type.
+_AROUND_HEADERS = 1024  # bytes of the frame with the headers: the other properties, none of which has more than 255
+# No queue can be declared with these arguments: an expiry of 0 is invalid. If the queue exists, the error names the
+# argument that differs, and for a stream that is its type.
 _NEVER: Final[FieldTable] = {"x-queue-type": "classic", "x-expires": 0}
 _STREAM = "is a stream, which has no acks per message: its earlier messages would be skipped; use a quorum queue"
 
 
 class RabbitmqBroker:
-    """See `ports.Broker`. Each session has a connection of its own; all publishing shares another one.
+    """See `ports.Broker`. Each session has its own connection; all publishing shares another one.
 
-    Raises ConfigurationError when the settings name no usable address or TLS files that cannot be read.
+    Raises ConfigurationError when the settings have no usable address, or TLS files that cannot be read.
     """
 
     hands_over = True  # a quorum queue deletes a message that was delivered too often
@@ -59,7 +59,7 @@ class RabbitmqBroker:
         return subscription.source
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> RabbitmqSession:
-        """ConfigurationError for a stream."""
+        """Raises ConfigurationError for a stream."""
         (queue,) = {subscription.name for subscription in subscriptions}
         connection = await self._link.connect(f"consumer of {queue}", TappedConnection)
         try:
@@ -73,18 +73,19 @@ class RabbitmqBroker:
         return session
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
-        """Publish to a queue, or to `exchange/routing.key`; persistent and confirmed, `Outgoing.key` is the message id.
+        """Publish to a queue, or to `exchange/routing.key`; persistent and confirmed. `Outgoing.key` is the message id.
 
-        The first `/` ends the exchange's name: `/a/b` is the queue `a/b`. Raises BrokerUnavailable when there is no
-        such queue, when the exchange routes a message to none, or when not every message was confirmed in time;
-        BadMessage for one that RabbitMQ takes from nobody. Some may have been: publish all again, with the same keys.
+        The first `/` ends the exchange's name: `/a/b` is the queue `a/b`. Raises BrokerUnavailable when the queue does
+        not exist, when the exchange routes a message to no queue, or when not every message was confirmed in time;
+        BadMessage for a message that RabbitMQ never accepts. Some messages may have been published: publish all again,
+        with the same keys.
         """
         await self._publisher.publish(name, messages)
 
     async def reply(self, replies: Sequence[Reply]) -> list[Unsent | None]:
-        """See `ports.Replying`. To the queue that `reply_to` names, through the default exchange of the same vhost.
+        """See `ports.Replying`. Sends to the queue in `reply_to`, through the default exchange of the same vhost.
 
-        With direct reply-to the broker keeps nothing, and a requester that has left is not told of.
+        With direct reply-to the broker stores nothing, and does not report a requester that has left.
         """
         return await self._publisher.reply(replies)
 
@@ -95,7 +96,8 @@ class RabbitmqBroker:
         )
 
     async def check_destination(self, name: str) -> None:
-        """Whether the queue or the exchange exists; not whether the exchange routes the key to a queue."""
+        """Check that the queue or the exchange exists, else raise BrokerUnavailable; not whether the exchange routes
+        the key to a queue."""
         connection = await self._link.connect("check", Connection)
         try:
             await self._demand(connection, *route(name))
@@ -129,7 +131,7 @@ class RabbitmqBroker:
         return [*found, *limits(subject, described, version)]
 
     async def retention_seconds(self, subscription: Subscription) -> float | None:
-        """How long a message may wait in the queue, and so be delivered again; `inf`: for ever, None: unknown."""
+        """Seconds for which a message may wait in the queue, and so be redelivered; `inf`: for ever, None: unknown."""
         if self._management is None:
             return None
         try:
@@ -145,7 +147,7 @@ class RabbitmqBroker:
         await self._publisher.close()
 
     async def _demand(self, connection: AbstractConnection, exchange: str, key: str) -> None:
-        """The exchange, or the queue `key` where that has no name. Raises BrokerUnavailable."""
+        """Check that the exchange exists, or the queue `key` if the exchange has no name. Raises BrokerUnavailable."""
         try:
             async with channel_beside(connection) as wire:
                 if exchange:
@@ -161,8 +163,8 @@ class RabbitmqBroker:
 
 
 async def is_stream(connection: AbstractConnection, queue: str) -> bool:
-    """Whether a name is that of a stream, which a consumer of a queue must not read (Q10). False also where that cannot
-    be told, as without the right to configure: AMQP has no question for it."""
+    """Whether the name is that of a stream, which must not be consumed as a queue (Q10). Also False where that cannot
+    be determined, for example without the configure right: AMQP has no request for it."""
     try:
         async with channel_beside(connection) as wire:
             await answered(wire.queue_declare(queue, durable=True, arguments=_NEVER))
@@ -172,10 +174,10 @@ async def is_stream(connection: AbstractConnection, queue: str) -> bool:
 
 
 class _Publisher:
-    """One connection for all publishing (Q5): the broker may block it for hours, and no ack would pass there.
+    """One connection for all publishing (Q5): the broker may block it for hours, and acks on it would not get through.
 
-    A channel serves one publish at a time: the client tells returned messages apart by message id alone, so
-    the same id in two publishes would let one of them count a returned message as confirmed.
+    A channel serves one publish at a time. The client tells returned messages apart only by message id, so with the
+    same id in two publishes, one of them could take a returned message for confirmed.
     """
 
     def __init__(self, link: RabbitmqLink) -> None:
@@ -197,7 +199,7 @@ class _Publisher:
     async def relay(self, name: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
         exchange, key, answers = await self._answers(name, messages)
         relayed = [self._relayed(answer, exchange, key) for answer in answers]
-        if len(messages) > 1 and any(map(_refused, answers)):  # which has closed the channel for the others
+        if len(messages) > 1 and any(map(_refused, answers)):  # which closed the channel for the others
             clock = asyncio.get_running_loop().time
             until = clock() + CONFIRM
             for index, answer in enumerate(answers):
@@ -206,7 +208,7 @@ class _Publisher:
         return relayed
 
     async def _answers(self, name: str, messages: Sequence[Outgoing]) -> tuple[str, str, list[object]]:
-        """The exchange and the key of a destination, and the answer to each message."""
+        """The exchange and the routing key of a destination, and the answer to each message."""
         exchange, key = route(name)
         sends = [partial(_send, exchange=exchange, key=key, message=message) for message in messages]
         try:
@@ -226,7 +228,7 @@ class _Publisher:
             return [Unsent(str(error))] * len(replies)
         except LOSS as error:
             return [Unsent(str(self._link.unavailable("replying failed", error)))] * len(replies)
-        if len(replies) > 1 and any(map(_refused, answers)):  # which has closed the channel for the others
+        if len(replies) > 1 and any(map(_refused, answers)):  # which closed the channel for the others
             return [(await self.reply([reply]))[0] for reply in replies]
         return [self._unsent(answer) for answer in answers]
 
@@ -240,8 +242,8 @@ class _Publisher:
         return None
 
     async def _confirmed(self, sends: Sequence[_Send], where: str) -> list[object]:
-        """The answer to each: a confirmation, the message itself if no queue took it, an error. Raises what connecting
-        raises, and BrokerUnavailable when not all have an answer in time."""
+        """The answer to each message: a confirmation, the message itself if no queue took it, or an error. Raises what
+        connecting raises, and BrokerUnavailable when not all have an answer in time."""
         try:
             return await answered(self._send_all(sends), CONFIRM)
         except TimeoutError as error:
@@ -285,13 +287,13 @@ class _Publisher:
 
 
 def route(name: str) -> tuple[str, str]:
-    """Exchange and routing key of a destination. The exchange without a name leads to the queue of the key's name."""
+    """Exchange and routing key of a destination. The exchange without a name routes to the queue named by the key."""
     exchange, slash, key = name.partition("/")
     return (exchange, key) if slash else ("", name)
 
 
 def _refused(answer: object) -> TypeGuard[Exception]:
-    """Whether a message is one that no further try would send: too large, also its headers, or not to be encoded."""
+    """Whether no retry would send this message: it or its headers are too large, or it cannot be encoded."""
     too_large = isinstance(answer, ChannelPreconditionFailed) and "size" in str(answer)
     return too_large or isinstance(answer, _Unsendable)
 
@@ -316,8 +318,8 @@ def _encodable(properties: spec.Basic.Properties) -> spec.Basic.Properties:
 
 
 def _check_headers(wire: Wire, message: Outgoing) -> None:
-    """They are one frame, and for one that is larger than agreed RabbitMQ ends the connection, with all that others
-    have on their way there."""
+    """Refuse headers that exceed the agreed frame size: RabbitMQ would end the connection, with everything that other
+    publishes have under way on it."""
     most = wire.connection.connection_tune.frame_max
     size = (
         sum(len(name.encode()) + len(_bytes(value)) + 16 for name, value in message.headers.items()) + _AROUND_HEADERS
@@ -327,7 +329,7 @@ def _check_headers(wire: Wire, message: Outgoing) -> None:
 
 
 class _Unsendable(Exception):
-    """Known before it is sent: what is raised as it is sent says nothing of the message (X10)."""
+    """The message is known to be unsendable before it is sent: an error of sending does not blame a message (X10)."""
 
 
 def _bytes(value: str | bytes) -> bytes:

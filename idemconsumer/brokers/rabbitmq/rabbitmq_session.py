@@ -1,4 +1,4 @@
-"""One RabbitMQ session: a connection, a channel, a consumer, and the acks of what that channel delivered."""
+"""One RabbitMQ session: a connection, a channel, its consumer, and the acks of that channel's deliveries."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ T = TypeVar("T")
 
 # Seconds that an empty fetch waits.
 POLL = 1.0
-# A quorum queue takes this many unconfirmed acks from a channel; the channel holds the others back for a while.
+# A quorum queue accepts this many unconfirmed acks from a channel; the channel holds back the rest for a while.
 ACKS_ON_THE_WAY = 32
-# The order is part of what dead letters are recognised by.
+# The order is part of the identity of dead letters.
 _NAMED = ("type", *(name for name in PROPERTIES if name not in ("routing_key", "exchange", "type")))
-# Seconds for the channel to hand on what it held back: a few forced writes of the queue's log.
+# Seconds for the channel to pass on the acks that it held back: a few fsyncs of the queue's log.
 HANDING_ON = 0.4
 
 
 class RabbitmqSession:
-    """See `ports.Session`. The prefetch follows what may be outstanding, by number and by size.
+    """See `ports.Session`. The prefetch follows the limits on outstanding messages, in number and in bytes.
 
     Nothing is nacked or rejected while it consumes (Q1): on a quorum queue each return counts towards the delivery
-    limit, beyond which the broker deletes the message. So `release` gives nothing back; what was released, and what
-    is unsettled at `close`, comes again when the channel is closed, which costs one delivery count before RabbitMQ 4.3.
+    limit, beyond which the broker deletes the message. So `release` returns nothing to the queue. Released messages,
+    and those unsettled at `close`, are redelivered when the channel is closed, which costs one delivery count before
+    RabbitMQ 4.3.
     """
 
     def __init__(self, link: RabbitmqLink, connection: TappedConnection, queue: str, bounds: Bounds) -> None:
@@ -57,7 +58,7 @@ class RabbitmqSession:
         self._outstanding = Outstanding(bounds, f"rabbitmq:{queue}")
         self._backlog = Backlog()
         self._epoch = Epoch(returns_count=True)
-        self.losses_count = False  # until a delivery says how often it was delivered before: a quorum queue counts
+        self.losses_count = False  # until a delivery carries a delivery count: a quorum queue counts
         self._tags = AckTags()
         self._arrived: deque[Delivery] = deque()
         self._wake = asyncio.Event()
@@ -78,7 +79,7 @@ class RabbitmqSession:
         self._epoch.returns_count = not nack_is_free(self._wire.connection.server_properties)
         self._connection.close_callbacks.add(self._on_close)
         self._channel.close_callbacks.add(self._on_close)
-        # A deleted queue closes neither channel nor connection: this is its only sign.
+        # A deleted queue closes neither channel nor connection: this callback is the only sign.
         self._wire.on_consumer_cancel_callbacks.add(self._on_cancel)
         await self._wire.queue_declare(self._queue, passive=True)
         self._consumers = Consumers(self._wire, self._queue)
@@ -117,7 +118,7 @@ class RabbitmqSession:
                     await self._ask(consumers.regulate(held.may_hold(self._epoch.waiting), held.most))
 
     async def settle(self, deliveries: Sequence[Delivery]) -> None:
-        # Tags mean something to their own channel only: elsewhere the same number is another message.
+        # Tags are valid on their own channel only: on another one the same number is another message.
         tags = [delivery.handle for delivery in deliveries if delivery.epoch is self._epoch]
         self._tags.finish(tags)
         self._outstanding.left(tags)
@@ -130,8 +131,8 @@ class RabbitmqSession:
         if self._arrived or self._ended is not None:
             return False
         try:
-            # The count excludes what is on its way to us; the broker writes that out before it answers the
-            # second question, so it has arrived by then.
+            # The count excludes deliveries on their way to us. The broker writes those out before it answers the second
+            # question, so they have arrived by then.
             count = (await self._ask(self._wire.queue_declare(self._queue, passive=True))).message_count
             await self._ask(self._wire.queue_declare(self._queue, passive=True))
         except SessionEnded:
@@ -148,7 +149,7 @@ class RabbitmqSession:
 
     @property
     def silence(self) -> float | None:
-        """See `ports.KnowsSilence`. A server with nothing to say sends a heartbeat each `heartbeat` seconds."""
+        """See `ports.KnowsSilence`. A server with nothing to send sends a heartbeat every `heartbeat` seconds."""
         seconds = time.monotonic() - self._connection.reader.heard_at
         return seconds if seconds > 1.25 * self._link.heartbeat > 0 else None
 
@@ -166,30 +167,30 @@ class RabbitmqSession:
         await self._return()
         await self._hand_on()
         self._end("closed")
-        # The channel first: its close is answered after the acks before it were taken.
+        # The channel first: the broker answers its close only after it has processed the acks before it.
         await farewell(self._channel, self._connection)
 
     def _flush(self) -> None:
-        """Send every ack that is due (Q3). What is lost is forgotten, since the messages come again."""
+        """Send every ack that is due (Q3). Lost acks are not sent again, since their messages are redelivered."""
         if not self._epoch.ended and not self._wire.is_closed and (acks := self._tags.due()):
             self._connection.acknowledge(self._wire.number, acks)
             self._tags.sent(acks)
             self._acks += len(acks)
 
     async def _return(self) -> None:
-        """Where a nack costs no delivery count, give back what is unsettled: the channel's close would cost one (Q1).
+        """Where a nack costs no delivery count, return unsettled messages: closing the channel would cost one (Q1).
 
-        Only after the consumer is gone, or it would be delivered here once more.
+        Only after the consumer is cancelled, or the messages would be delivered here once more.
         """
         if self._ended is None and self._stopped and not self._epoch.returns_count:
             with contextlib.suppress(*LOSS):
                 await answered(self._wire.basic_nack(0, multiple=True, requeue=True, wait=False), FAREWELL)
 
     async def _hand_on(self) -> None:
-        """Keep the channel busy until its acks are with the queue (Q6).
+        """Keep the channel busy until the queue has its acks (Q6).
 
-        A channel that is closed at once forgets those that it held back: of 300 single acks up to 267 were lost,
-        and their messages delivered again (RabbitMQ 3.10, quorum queue). It hands them on while it serves us.
+        A channel that is closed at once drops the acks that it held back: of 300 single acks up to 267 were lost, and
+        their messages redelivered (RabbitMQ 3.10, quorum queue). It passes them on while it answers requests.
         """
         if self._acks <= ACKS_ON_THE_WAY:
             return
@@ -207,7 +208,8 @@ class RabbitmqSession:
             raise SessionEnded(self._ended) from error
 
     def _on_arrival(self, arrival: Arrival) -> None:
-        # Before the broker knows that it is to send no more, deliveries still come (D11).
+        # Deliveries still arrive until the broker has processed the cancel; where returning them counts, they run
+        # (D11).
         if self._ended is None and (self._epoch.returns_count or not self._stopped):
             self._consumers.serves(arrival.consumer_tag)
             delivery = delivery_of(arrival, self._queue, self._epoch)
@@ -233,7 +235,7 @@ class RabbitmqSession:
 
 
 def nack_is_free(server: Mapping[str, object]) -> bool:
-    """Whether this broker does not count a nack as a delivery: RabbitMQ from 4.3 on, by what it says of itself."""
+    """Whether this broker, by its product and version, does not count a nack as a delivery: RabbitMQ from 4.3 on."""
     version = server.get("version")
     text = version.decode() if isinstance(version, bytes) else str(version)
     major, _, minor = text.partition(".")
@@ -247,12 +249,13 @@ def nack_is_free(server: Mapping[str, object]) -> bool:
 
 
 def delivery_of(arrival: Arrival, queue: str, epoch: Epoch) -> Delivery:
-    """Translate one arrival. Headers that are neither text nor bytes become JSON text (`x-death` is a list). A header
-    without a value is none: as the text "null" it would be the key of everybody who has none (R41).
+    """Translate one arrival. Headers that are neither text nor bytes become JSON text (`x-death` is a list).
 
-    `x-delivery-count` (quorum queues) is trusted only on a redelivery (Q8): a message that was dead-lettered or
-    shovelled from another queue may carry the count of its former queue. A classic queue only tells that it
-    is not the first time.
+    A header without a value is left out: as the text "null" it would be the same key for all such messages (R41).
+
+    `x-delivery-count` (quorum queues) counts only on a redelivery (Q8): a message that was dead-lettered or shovelled
+    from another queue may carry the count of its former queue. A classic queue reports only that this is not the first
+    delivery.
     """
     carried = arrival.properties
     raw = carried.get("headers") or {}
@@ -284,7 +287,7 @@ def delivery_of(arrival: Arrival, queue: str, epoch: Epoch) -> Delivery:
 
 
 def _counted(arrival: Arrival) -> int:
-    """How many deliveries of it a queue has counted."""
+    """How many deliveries of this message a queue has counted."""
     returned = (arrival.properties.get("headers") or {}).get("x-delivery-count")
     return returned if isinstance(returned, int) else 0
 

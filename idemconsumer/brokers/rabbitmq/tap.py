@@ -1,7 +1,7 @@
-"""A connection whose deliveries do not pass through the client (Q12); all else does.
+"""A connection whose deliveries bypass the client; everything else goes through it (Q12).
 
-The client lets its user make the transport. Ours looks at the bytes as they arrive: frames of a delivery, on a channel
-whose deliveries somebody takes, become an `Arrival` on the spot, and all others are handed on.
+The client lets its user create the transport. Ours inspects the bytes as they arrive: the frames of a delivery become
+an `Arrival` at once, if the channel has a taker; all other frames are passed on to the client.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Coming:
         self.left: int | None = None  # bytes of the body; unknown before the header
 
     def described(self, header: bytes, most: int) -> None:
-        """Of a body above `most` bytes no more is kept."""
+        """Take over the header. Of a body above `most` bytes only that many are kept."""
         self.left, self._arrival.properties = described(header)
         if self.left > most:
             self._size, self._room, self._digest = self.left, most, hashlib.sha256()
@@ -70,7 +70,7 @@ class _Coming:
         self._parts.append(content)
 
     def arrival(self) -> Arrival:
-        """Once nothing is left."""
+        """The complete delivery, once no bytes are left."""
         arrival, parts = self._arrival, self._parts
         arrival.body = parts[0] if len(parts) == 1 else b"".join(parts)
         if self._digest is not None:
@@ -79,8 +79,8 @@ class _Coming:
 
 
 class DeliveryReader(asyncio.StreamReader):
-    """What the client reads from. `takers` get the deliveries of their channels, as they arrive and in order; of each
-    body at most `most_of_body` bytes."""
+    """The stream that the client reads from. `takers` get the deliveries of their channels as they arrive, in order,
+    with at most `most_of_body` bytes of each body."""
 
     def __init__(self) -> None:
         super().__init__(loop=asyncio.get_running_loop())
@@ -120,7 +120,7 @@ class DeliveryReader(asyncio.StreamReader):
             kind, channel, size = _FRAME.unpack_from(data, at)
             following = at + _FRAME.size + size + 1
             if kind not in _KINDS or (following <= end and data[following - 1] != _END):
-                self._is_amqp = False  # the client says what it is
+                self._is_amqp = False  # the client reports what it is
                 super().feed_data(data[passed:])
                 return
             if following > end:
@@ -156,14 +156,15 @@ class DeliveryReader(asyncio.StreamReader):
         return True
 
     def _tell(self) -> None:
-        """That the broker is alive: it sends no heartbeats while it delivers, and the client waits for some frame."""
+        """Pass a heartbeat on to the client: the broker sends none while it delivers, and the client waits for any
+        frame."""
         if (now := time.monotonic()) - self._told > 1.0:
             self._told = now
             super().feed_data(_ALIVE)
 
 
 class TappedConnection(aio_pika.Connection):
-    """A plain connection of the client with deliveries and acks of its own."""
+    """A plain connection of the client that handles deliveries and acks itself."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -172,13 +173,14 @@ class TappedConnection(aio_pika.Connection):
         self.writer: asyncio.StreamWriter
 
     def take(self, channel: int, taker: Taker, most_of_body: int) -> None:
-        """From now on the deliveries of this channel go to `taker`, and not to a callback of the client; of a larger
-        body only the beginning."""
+        """From now on the deliveries of this channel go to `taker`, not to a callback of the client. Of a body above
+        `most_of_body` bytes, only the beginning is kept."""
         self.reader.takers[channel] = taker
         self.reader.most_of_body = most_of_body
 
     def acknowledge(self, channel: int, acks: Iterable[Ack]) -> None:
-        """Send all of them, before whatever the client is asked to send from now on. Lost on a dead connection."""
+        """Send all these acks, before anything that the client is asked to send from now on. They are lost on a dead
+        connection."""
         if self.writer.is_closing():
             return
         frames = [_ACK.pack(METHOD, channel, _ACK_SIZE, _BASIC, _BASIC_ACK, a.tag, a.multiple, _END) for a in acks]

@@ -1,4 +1,4 @@
-"""SQS and what speaks its protocol, through aiobotocore. The only room that imports that driver.
+"""SQS and servers that speak its protocol, through aiobotocore. Only this folder imports that driver.
 
-`session` polls and settles, `client` connects and reports what a queue's attributes would lose.
+`sqs_session` polls and settles, `sqs_client` connects and reports what a queue's attributes would lose.
 """

@@ -1,11 +1,11 @@
-"""What a session has received and not yet deleted or given back. Pure: arrivals in, what may be deleted out.
+"""The messages that a session has received and not yet deleted or returned. Pure: arrivals in, deletions out.
 
-A message may arrive again while an earlier arrival of it is still in hand (its visibility ran out, or a standard
-queue doubled it). Only its latest receipt handle is sure to delete it: with an older one the service may report
-success and delete nothing. So messages are known by their id, and the handle is looked up when it is used.
+A message may arrive again while an earlier arrival of it is still in flight (its visibility ran out, or a standard
+queue delivered it twice). Only its latest receipt handle is sure to delete it: with an older one the service may report
+success and delete nothing. So messages are identified by their id, and the handle is looked up when it is used.
 
-The messages of a FIFO group are deleted only as a finished prefix (A5). Deleting the third while the second is
-given back would deliver the second after the third.
+The messages of a FIFO group are deleted only as a finished prefix (A5). Deleting the third while the second is returned
+would deliver the second after the third.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class _Entry:
     handle: str
     group: str | None
     until: float
-    arrivals: int = 1  # in hand, neither finished nor given back
+    arrivals: int = 1  # in flight, neither finished nor returned
     finished: bool = False
-    due: bool = False  # handed out for deletion
+    due: bool = False  # passed on for deletion
     lapsed: bool = False  # visible to others again
 
 
 class Received:
-    """The messages of one session. Times are seconds on any one clock."""
+    """The messages of one session. Times are seconds of any one clock."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -39,7 +39,7 @@ class Received:
         return message in self._entries
 
     def arrive(self, message: str, handle: str, group: str | None, until: float) -> None:
-        """Received, and invisible to others `until` then. `group` is given in FIFO queues."""
+        """Record an arrival that is invisible to others `until` then. `group` is given in FIFO queues."""
         entry = self._entries.get(message)
         if entry is None:
             self._entries[message] = _Entry(handle, group, until)
@@ -50,7 +50,7 @@ class Received:
             entry.arrivals += 1
 
     def finish(self, messages: Iterable[str]) -> list[str]:
-        """These are finished; returns what is to be deleted now, in order. Those that are not held are ignored."""
+        """Mark messages as finished; returns those to delete now, in order. Messages that are not held are ignored."""
         due: list[str] = []
         for message in messages:
             entry = self._entries.get(message)
@@ -73,13 +73,13 @@ class Received:
         return prefix
 
     def handles(self, messages: Iterable[str]) -> dict[str, str]:
-        """The latest handle of each."""
+        """The latest handle of each message."""
         return {message: self._entries[message].handle for message in messages if message in self._entries}
 
     def deleted(self, used: Mapping[str, str]) -> list[str]:
-        """A deletion was tried with these handles, with or without success; returns what is to be deleted again.
+        """Record a deletion that was tried with these handles, successfully or not; returns what to delete again.
 
-        A message that arrived meanwhile has a newer handle: the deletion may have done nothing.
+        A message that arrived in between has a newer handle: the deletion may have done nothing.
         """
         again: list[str] = []
         for message, handle in used.items():
@@ -94,7 +94,8 @@ class Received:
         return again
 
     def give_back(self, messages: Iterable[str]) -> list[str]:
-        """These never started; returns those that can be made visible. What is finished already stays so."""
+        """Return messages that never started; returns those that can be made visible. A finished message stays
+        finished."""
         given: list[str] = []
         for message in messages:
             if (entry := self._entries.get(message)) is None or entry.arrivals == 0:
@@ -105,23 +106,24 @@ class Received:
         return given
 
     def forget(self, messages: Iterable[str]) -> None:
-        """These are the broker's again."""
+        """Forget messages that were returned to the broker."""
         for message in messages:
             if message in self._entries:
                 self._drop(message)
 
     def rest(self) -> list[str]:
-        """Everything, in the order of arrival."""
+        """All messages, in the order of arrival."""
         return list(self._entries)
 
     def expiring(self, before: float) -> list[str]:
-        """What becomes visible to others before then."""
+        """The messages that become visible to others before that time."""
         return [message for message, entry in self._entries.items() if entry.until < before and not entry.lapsed]
 
     def extended(self, used: Mapping[str, str], refused: Collection[str], until: float) -> None:
-        """An extension was answered for these handles. What the broker refused comes again, here or elsewhere.
+        """Record the answer to an extension with these handles.
 
-        A message that arrived meanwhile has a newer handle, which the answer does not cover.
+        A message that the broker refused is delivered again, here or elsewhere. A message that arrived in between has a
+        newer handle, which the answer does not cover.
         """
         for message, handle in used.items():
             if (entry := self._entries.get(message)) is None or entry.handle != handle:

@@ -1,4 +1,4 @@
-"""SQS, standard and FIFO queues, through aiobotocore. Consuming is in `session`."""
+"""SQS, standard and FIFO queues, through aiobotocore. Consuming is in `sqs_session`."""
 
 from __future__ import annotations
 
@@ -37,17 +37,16 @@ from idemconsumer.ports.broker import Bounds, Finding, Outgoing, Reply, Unsent
 from idemconsumer.settings import Settings
 
 CONFIRM: Final = 30.0  # seconds for a publish or a reply, connecting included
-SENDS: Final = 8  # requests at a time; one after another for a FIFO queue
+SENDS: Final = 8  # requests at a time; a FIFO queue gets one after another
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,80}(\.fifo)?")
 
 
 class SqsBroker:
-    """See `ports.Broker`. Each session has a client of its own; all publishing shares another one.
+    """See `ports.Broker`. Each session has its own client; all publishing shares another one.
 
-    The endpoint is the setting `sqs`, or AWS; credentials, and the region unless an ARN or a URL names it, are found as
-    every AWS client finds them.
-    Raises ConfigurationError for an endpoint that cannot be one. Large payloads that another client left in S3 are not
-    fetched: the handler gets the pointer.
+    The endpoint is the setting `sqs`, or AWS. Credentials come from where every AWS client takes them; so does the
+    region, unless an ARN or a URL names it. Raises ConfigurationError for an invalid endpoint. Large payloads that
+    another client stored in S3 are not fetched: the handler gets the pointer.
     """
 
     hands_over = False
@@ -57,7 +56,7 @@ class SqsBroker:
         self._connecting = Opening(BrokerUnavailable)
         self._clients: dict[tuple[str | None, str | None], SqsClient] = {}  # by endpoint and region
         self._queues: dict[str, Queue] = {}
-        self._reply_queues: dict[tuple[str, str], Queue] = {}  # by the source of the request, and its address
+        self._reply_queues: dict[tuple[str, str], Queue] = {}  # by the source of the request, and its reply address
 
     def feed(self, subscription: Subscription) -> str:
         return subscription.source
@@ -79,9 +78,9 @@ class SqsBroker:
         """Publish to the queue, with `Outgoing.key` as message id (FIFO: as deduplication id too).
 
         The header `MessageGroupId` becomes the message's group, which a FIFO queue requires. Nothing is sent when any
-        message is larger than the queue takes (BadMessage) or lacks its group (ConfigurationError). Raises
-        BrokerUnavailable when the queue is missing, or when not every message was confirmed in time. Some may have
-        been: publish all again, with the same keys.
+        message is larger than the queue accepts (BadMessage) or lacks its group (ConfigurationError). Raises
+        BrokerUnavailable when the queue is missing, or when not every message was confirmed in time. Some messages may
+        have been published: publish all again, with the same keys.
         """
         try:
             async with asyncio.timeout(CONFIRM):
@@ -100,8 +99,8 @@ class SqsBroker:
             raise self._link.refused(name, error) from error
 
     async def reply(self, replies: Sequence[Reply]) -> list[Unsent | None]:
-        """See `ports.Replying`. A producer chooses the queue, but neither where we connect to nor whose queue it is: it
-        is found by its name, in the region and the account of the queue that the request came from."""
+        """See `ports.Replying`. The producer chooses the queue, but neither the endpoint nor the account: the queue is
+        looked up by name, in the region and the account of the queue that the request came from."""
         by_queue: dict[tuple[str, str], list[int]] = {}
         for index, reply in enumerate(replies):
             by_queue.setdefault((reply.address.source, reply.address.to), []).append(index)
@@ -165,7 +164,7 @@ class SqsBroker:
             raise self._link.refused(name, error) from error
 
     async def check_destination(self, name: str) -> None:
-        """Whether the queue exists; not whether these credentials may send to it."""
+        """Check that the queue exists, else raise BrokerUnavailable; not whether these credentials may send to it."""
         await self._ready(name, anew=True)
 
     async def check(self, subscription: Subscription) -> list[Finding]:
@@ -181,8 +180,8 @@ class SqsBroker:
         ]
 
     async def retention_seconds(self, subscription: Subscription) -> float | None:
-        """For how long it can come again; None: unknown. Its dead-letter queue keeps a message, too, and from there it
-        may be sent back as late as that allows, as a new one of this queue."""
+        """How long a message can be redelivered, in seconds; None: unknown. A dead-letter queue also keeps a message,
+        and until that expires it may be sent back from there, as a new message of this queue."""
         try:
             _, queue = await self._ready(subscription.name)
         except BrokerUnavailable:
@@ -193,11 +192,11 @@ class SqsBroker:
         try:
             _, aside = await self._ready(arn)
         except (BrokerUnavailable, ConfigurationError):
-            return kept + LONGEST  # it is there, and may keep as much: these credentials may not ask it
+            return kept + LONGEST  # it exists, and may keep as much: these credentials may not query it
         return kept + (retention(aside) or LONGEST)
 
     async def max_receives(self, subscription: Subscription) -> int | None:
-        """After how many receives the queue's redrive policy takes a message away; None: never, or unknown."""
+        """After how many receives the queue's redrive policy moves a message away; None: never, or unknown."""
         try:
             _, queue = await self._ready(subscription.name)
         except BrokerUnavailable:
@@ -240,8 +239,8 @@ class SqsBroker:
 async def _send_each(
     client: SqsClient, queue: Queue, messages: Sequence[Outgoing], where: str, *, blame: bool = False
 ) -> list[Unsent | None]:
-    """Of each message whether it was taken, whatever became of the others. With `blame` what SQS calls the sender's
-    fault is final. Raises what the client raises."""
+    """For each message whether it was accepted, whatever happened to the others. With `blame`, an error that SQS calls
+    the sender's fault is final. Raises what the client raises."""
     unsent: list[Unsent | None] = [None] * len(messages)
     entries: dict[int, Entry] = {}
     for index, message in enumerate(messages):
@@ -265,7 +264,7 @@ async def _send_each(
 
 
 def _outgoing(queue: Queue, reply: Reply) -> Outgoing:
-    """Replies need no order, so in a FIFO queue each is a group of its own."""
+    """A reply as a message. Replies need no order, so in a FIFO queue each is a group of its own."""
     headers: dict[str, str | bytes] = {OUTCOME: reply.outcome, CONTENT_TYPE: reply.content_type}
     if reply.address.correlation is not None:
         headers[SQS_CORRELATION] = reply.address.correlation

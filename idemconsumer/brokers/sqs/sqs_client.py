@@ -1,5 +1,5 @@
-"""Connecting to SQS: endpoint, credentials, the attributes of a queue and what they would do to messages, and errors in
-our words."""
+"""Connecting to SQS: endpoint, credentials, errors in our words. Also reads the attributes of a queue, and reports
+those that would lose messages."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from idemconsumer.ports.broker import Finding
 from idemconsumer.redaction import error_text, redact
 from idemconsumer.settings import Settings
 
-# Seconds. A receive is answered after its waiting time, everything else at once.
+# Seconds. A receive is answered after its wait time, everything else at once.
 CONNECT_TIMEOUT: Final = 5.0
 READ_TIMEOUT: Final = 10.0
-CALLS: Final = 3  # tries of one request, with the client's own backoff in between, until it counts as failed
+CALLS: Final = 3  # tries of one request, with the client's own backoff between them
 
-# What the client raises for a request that failed. It lets TimeoutError and OSError of DNS lookups through.
+# What the client raises for a request that failed; TimeoutError and OSError of DNS lookups come through it.
 LOSS: Final[tuple[type[Exception], ...]] = (BotoCoreError, ClientError, TimeoutError, OSError)
 
 GONE = ("QueueDoesNotExist", "AWS.SimpleQueueService.NonExistentQueue")
-# SQS has its own names for throttling, KMS others, and the gateway before both sends only a status. OverLimit: the
-# queue has as many messages in flight as it may have (120,000).
+# SQS has its own codes for throttling, KMS has others, and the gateway in front of both sends only a status. OverLimit:
+# the queue has its maximum of messages in flight (120,000).
 _THROTTLED = ("Throttl", "TooManyRequests", "RequestLimitExceeded", "SlowDown", "OverLimit")
 _DENIED = ("AccessDenied", "InvalidClientTokenId", "UnrecognizedClient", "SignatureDoesNotMatch", "ExpiredToken")
 
-# Used where a queue leaves the attribute out, as servers other than AWS do.
+# For attributes that a queue does not report; servers other than AWS leave some out.
 _DEFAULTS: Final = {"VisibilityTimeout": "30", "MaximumMessageSize": "262144"}
-LEAST_VISIBILITY: Final = 10  # seconds: it is extended several times within it, over a network
-LONGEST: Final = 1_209_600.0  # seconds that any queue keeps a message at most
-LONG_VISIBILITY: Final = 900  # seconds that messages of a dead worker wait for another
+LEAST_VISIBILITY: Final = 10  # seconds: within it the visibility is extended several times, over a network
+LONGEST: Final = 1_209_600.0  # seconds, the longest retention of any queue
+LONG_VISIBILITY: Final = 900  # seconds of visibility timeout that are reported as long
 
 
 class SqsClient(Protocol):
@@ -62,7 +62,7 @@ class Queue:
     name: str
     url: str
     attributes: Mapping[str, str] = field(default_factory=dict)
-    given: str = ""  # as the source names it, if otherwise
+    given: str = ""  # the name in the source, if it is not the queue's name
 
     @property
     def source(self) -> str:
@@ -74,12 +74,12 @@ class Queue:
 
     @property
     def content_based(self) -> bool:
-        """Whether SQS treats equal bodies as one message when no deduplication id is given."""
+        """Whether SQS treats equal bodies as one message if no deduplication id is given."""
         return self.attributes.get("ContentBasedDeduplication") == "true"
 
     @property
     def visibility(self) -> int:
-        """Seconds until what a dead worker held is delivered again."""
+        """Seconds until the messages of a dead worker are delivered again."""
         return max(LEAST_VISIBILITY, self.number("VisibilityTimeout"))
 
     @property
@@ -108,7 +108,7 @@ def max_receives(queue: Queue) -> int | None:
 
 
 def dead_letters(queue: Queue) -> str | None:
-    """The ARN of the queue that it moves them to, if there is one."""
+    """The ARN of the dead-letter queue, if there is one."""
     arn = _redrive(queue).get("deadLetterTargetArn")
     return arn if isinstance(arn, str) else None
 
@@ -121,7 +121,7 @@ def _redrive(queue: Queue) -> dict[str, Any]:
 
 
 def retention(queue: Queue) -> float | None:
-    """Seconds that SQS keeps a message; None: it does not say."""
+    """Seconds that SQS keeps a message; None if it is not reported."""
     kept = queue.attributes.get("MessageRetentionPeriod", "")
     return float(kept) if kept.isdecimal() else None
 
@@ -142,7 +142,7 @@ def _visibility(subject: str, queue: Queue) -> Finding:
 
 
 class SqsLink:
-    """Where SQS is and how to get in. Raises ConfigurationError for an endpoint that cannot be one."""
+    """The endpoint and credentials of SQS. Raises ConfigurationError for an invalid endpoint."""
 
     def __init__(self, settings: Settings) -> None:
         self.where = f"SQS at {redact(settings.sqs)}" if settings.sqs else "SQS"
@@ -151,9 +151,9 @@ class SqsLink:
         silence("aiobotocore", "botocore")
 
     async def connect(self, requests: int, at: QueueAddress) -> SqsClient:
-        """A client for `requests` at a time, in the queue's region. It connects with its first one.
+        """A client for `requests` concurrent requests, in the queue's region. It connects with the first request.
 
-        Raises ConfigurationError when no region is given.
+        Raises ConfigurationError when no region is configured.
         """
         config = AioConfig(
             connect_timeout=CONNECT_TIMEOUT,
@@ -177,7 +177,7 @@ class SqsLink:
         return client
 
     async def queue(self, client: SqsClient, at: QueueAddress) -> Queue:
-        """Raises BrokerUnavailable, naming the queue if it is missing."""
+        """The queue, with its attributes. Raises BrokerUnavailable, naming the queue if it is missing."""
         try:
             owner = {} if at.account is None else {"QueueOwnerAWSAccountId": at.account}
             url = at.url or (await client.get_queue_url(QueueName=at.name, **owner))["QueueUrl"]
@@ -187,7 +187,7 @@ class SqsLink:
         return Queue(at.name, url, answer.get("Attributes") or {}, at.given)
 
     def refused(self, given: str, error: Exception) -> BrokerUnavailable:
-        """In our words, why a queue cannot be used."""
+        """The exception for a queue that cannot be used, with the reason in our words."""
         at = address_of(given)
         if code_of(error) in GONE:
             fifo = " --attributes FifoQueue=true" if at.name.endswith(".fifo") else ""
@@ -201,7 +201,7 @@ class SqsLink:
         return self.unavailable(f"queue {given!r} cannot be used", error, "the queue's URL" if at.endpoint else None)
 
     def unavailable(self, what: str, error: Exception, address: str | None = None) -> BrokerUnavailable:
-        """`address`: where the endpoint is set, if not where every client's is."""
+        """The exception for a failed request. `address`: where this endpoint is set, if not where the common one is."""
         setting = address or ("IDEMCONSUMER_SQS" if self._endpoint else "AWS_DEFAULT_REGION")
         at = urlsplit(str(getattr(error, "kwargs", {}).get("endpoint_url") or self._endpoint or "")).netloc
         if why := unreached(error, at.rpartition("@")[2] or "AWS", setting, "AWS_CA_BUNDLE"):
@@ -217,19 +217,19 @@ class SqsLink:
 
 
 def address_of(name: str) -> QueueAddress:
-    """Of the name of a source or destination. Raises ConfigurationError."""
+    """The address in the name of a source or destination. Raises ConfigurationError."""
     if (address := queue_address(name)) is None:
         raise ConfigurationError(f"sqs:{name} is neither the name of a queue, nor its ARN, nor its URL")
     return address
 
 
 def code_of(error: Exception) -> str:
-    """The service's error code; empty where it was not the service that refused."""
+    """The service's error code; empty for an error that is not the service's."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
 
 
 def throttled(error: Exception) -> bool:
-    """Whether the service refused only because there were too many requests."""
+    """Whether the service refused the request only because there were too many."""
     if not isinstance(error, ClientError):
         return False
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -237,6 +237,6 @@ def throttled(error: Exception) -> bool:
 
 
 async def farewell(client: SqsClient) -> None:
-    """Close; a client that cannot be closed is not worth reporting."""
+    """Close the client. Failures are ignored: a client that cannot be closed is not worth reporting."""
     with contextlib.suppress(*LOSS):
         await client.close()

@@ -1,4 +1,4 @@
-"""One SQS session: long polls, deletions in batches, and visibility that is extended while anything is in hand."""
+"""One SQS session: long polls, deletions in batches, and visibility that is extended for the messages in flight."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Lag
 from idemconsumer.rules.backoff import backoff
 from idemconsumer.user_code.cancellation import end
 
-# Seconds that a poll waits at the broker. A drain waits for it too (A1), since what a cancelled poll was about to
-# bring stays hidden for its whole visibility timeout.
+# Seconds that a poll waits at the broker. A drain waits for it too (A1: polls are never cancelled), since messages that
+# a cancelled poll was about to bring would stay hidden for their whole visibility timeout.
 WAIT: Final = 1
 POLLS: Final = 8  # at a time, while each brings a full batch; one when the queue is empty
-_WORTH: Final = 4  # polls for all that may be outstanding: one for each message would cost more than waiting for some
+# Polls that together fetch all that may be outstanding: a poll for each single message would cost more than waiting
+# until there is room for several.
+_WORTH: Final = 4
 DELETIONS: Final = 4  # at a time, while each is a full batch
 EXTENSIONS: Final = 4
 CONNECTIONS: Final = POLLS + DELETIONS + EXTENSIONS
 _FETCH_SECONDS: Final = 1.0
-_FAREWELL: Final = 5.0  # seconds for what is left to be deleted or given back
-SILENT: Final = 9.0  # seconds without an answer, of three tries that wait for ten each
+_FAREWELL: Final = 5.0  # seconds for the last deletions and returns
+SILENT: Final = 9.0  # seconds without an answer that count as silence; a request has three tries of ten seconds each
 _PATIENCE: Final = 5  # retries in a row of a throttled deletion or extension, until it is given up
 _CALM: Final = 30.0  # seconds without a throttled answer until throttling counts as over
 _BACKOFF: Final = (0.2, 5.0)  # seconds: the first pause after a throttled request, and the longest
@@ -41,14 +43,14 @@ Operation = Callable[..., Awaitable[Answer]]
 
 
 class SqsSession:
-    """See `ports.Session`. Deliveries are known by their message id; the latest receipt handle settles them (A2).
+    """See `ports.Session`. Deliveries are identified by message id; the latest receipt handle settles them (A2).
 
-    `settle` returns at once; deletions go out ten at a time, or fewer when none is under way. A deletion that the
-    broker refuses is tried once more and then left (A3): the message comes again, as a duplicate. So does that of
-    a deletion that stays throttled.
+    `settle` returns at once. Deletions are sent ten at a time, or fewer when none is under way. A deletion that the
+    broker refuses is retried once and then left (A3): the message is delivered again, as a duplicate. So is a message
+    whose deletion stays throttled.
     """
 
-    losses_count = False  # what was received comes again when its time is over, however soon somebody asks
+    losses_count = False  # a received message is visible again only after its timeout, whatever happens to this session
 
     def __init__(self, link: SqsLink, client: SqsClient, queue: Queue, bounds: Bounds) -> None:
         self._link = link
@@ -62,11 +64,11 @@ class SqsSession:
         self._due: deque[str] = deque()
         self._reserved = 0
         self._dry = False
-        self._throttled: float | None = None  # when a request last was
+        self._throttled: float | None = None  # time of the last throttled request
         self._overdue_logged = False
         self._stopped = False
         self._lost: str | None = None
-        self._asked: dict[object, float] = {}  # since when polls wait for their answers
+        self._asked: dict[object, float] = {}  # for each poll under way, when it was sent
         self._wake = asyncio.Event()
         self._freed = asyncio.Event()
         self._polls: set[asyncio.Task[None]] = set()
@@ -94,7 +96,7 @@ class SqsSession:
         return arrived
 
     async def _poll(self, *, extra: bool) -> None:
-        """Receive until stopped. Never cancelled. An `extra` one ends when it does not bring a full batch."""
+        """Receive until stopped. Never cancelled. An `extra` poll ends when it does not bring a full batch."""
         failures = 0
         while not (self._stopped or self._lost):
             if (want := self._room()) <= 0:
@@ -123,7 +125,7 @@ class SqsSession:
                 return
 
     async def _receive(self, want: int) -> int:
-        """One poll; how many it brought."""
+        """One poll; returns how many messages it brought."""
         loop, visibility = asyncio.get_running_loop(), self._queue.visibility
         started = loop.time()
         answer = await self._client.receive_message(
@@ -138,7 +140,8 @@ class SqsSession:
         if arrivals:
             self._backlog.newest = arrivals[-1].message.timestamp
         if arrivals and not self._lost:
-            # Visibility counts from when the broker took the messages out, which may be long before its answer.
+            # The visibility timeout starts when the broker takes the messages out, which may be long before its answer
+            # arrives.
             if loop.time() > started + visibility / 2:
                 await self._extend([delivery.handle for delivery in arrivals])
             self._arrived.extend(arrivals)
@@ -153,7 +156,7 @@ class SqsSession:
         return Delivery(message, self._epoch, handle=raw["MessageId"], suspect=count > 1, count=count)
 
     def _room(self) -> int:
-        """How many messages the next poll is to bring. None while those would be fewer than are worth a request."""
+        """How many messages the next poll is to fetch; 0 while these would be too few to be worth a request."""
         held, waiting = self._outstanding, self._epoch.waiting
         worth = min(BATCH, max(1, held.may_hold(waiting) // _WORTH))
         room = min(BATCH, held.may_take(waiting, asked_for=self._reserved))
@@ -178,7 +181,7 @@ class SqsSession:
         return [each.handle for each in deliveries if each.epoch is self._epoch and not self._epoch.ended]
 
     def _delete_due(self) -> None:
-        """One deletion at a time takes what has piled up; more of them while each is full."""
+        """Start deletions: one at a time for whatever has accumulated, more in parallel while each is full."""
         while self._due and (not self._deletions or (len(self._due) >= BATCH and len(self._deletions) < DELETIONS)):
             batch = [self._due.popleft() for _ in range(min(BATCH, len(self._due)))]
             self._spawn(self._deletions, self._delete(batch), then=self._delete_due)
@@ -198,15 +201,15 @@ class SqsSession:
         self._left(used)
 
     def _left(self, messages: Iterable[str]) -> None:
-        """Some of these are no longer held."""
+        """Some of these messages may be no longer held: free their room."""
         self._outstanding.left([message for message in messages if message not in self._held])
         self._freed.set()
 
     async def _return(self, messages: Sequence[str]) -> None:
-        """Make these visible again, after the deletions that are under way.
+        """Make these messages visible again, after the deletions that are under way.
 
-        Lanes may go on settling, so it does not wait for more. A FIFO group stays closed to others while an earlier
-        message of it is still to be deleted.
+        Lanes may still settle messages, so it does not wait for later deletions. A FIFO group stays closed to other
+        consumers while an earlier message of it is still to be deleted.
         """
         if not messages:
             return
@@ -219,14 +222,15 @@ class SqsSession:
 
     # ------------------------------------------------------------------------------------------------------- visibility
     async def _keep_invisible(self) -> None:
-        """Extend whatever has less than half of its time left (A4)."""
+        """Extend the visibility of every message with less than half of its time left (A4)."""
         loop, visibility = asyncio.get_running_loop(), self._queue.visibility
         while True:
             await asyncio.sleep(visibility / 6)
             await self._extend(self._held.expiring(loop.time() + visibility / 2))
 
     async def _extend(self, messages: Sequence[str]) -> None:
-        """What is refused has lapsed; what is given up is still expiring, and is tried again in the next round."""
+        """Extend these messages. A refused one has become visible again; one whose request was given up is still
+        expiring, and is tried again in the next round."""
         loop, visibility = asyncio.get_running_loop(), self._queue.visibility
         batches = list(_batches(self._held.handles(messages)))
         for start in range(0, len(batches), EXTENSIONS):
@@ -242,9 +246,9 @@ class SqsSession:
 
     # --------------------------------------------------------------------------------------------------------- requests
     async def _request(self, operation: Operation, handles: Mapping[str, str], **more: object) -> list[str] | None:
-        """Send one batch. Returns the messages that were refused, or None when it was given up.
+        """Send one batch. Returns the messages that were refused, or None when the request was given up.
 
-        Ends the session when there is no answer, or one that makes no sense.
+        Ends the session when there is no answer, or an invalid one.
         """
         messages, failures = list(handles), 0
         entries = [{"Id": str(n), "ReceiptHandle": handles[message], **more} for n, message in enumerate(messages)]
@@ -265,7 +269,7 @@ class SqsSession:
         return None if entries else []
 
     def _log_overdue(self, refusals: Sequence[Answer]) -> None:
-        """SQS allows a message to be kept for 12 hours, no longer."""
+        """Log once that SQS refuses to hide a message for longer than 12 hours."""
         if not self._overdue_logged and any("43200" in str(each.get("Message")) for each in refusals):
             self._overdue_logged = True
             log.warning("in flight for 12 hours, sqs redelivers it", queue=self._queue.name)
@@ -278,7 +282,7 @@ class SqsSession:
         await asyncio.sleep(backoff(failures, first=first, cap=longest) * random.uniform(0.5, 1.0))
 
     def _eased(self) -> None:
-        # Not at the first success: some requests pass while others are throttled, and it would be logged all the time.
+        # Not at the first success: some requests pass while others are throttled, and each change would be logged.
         if self._throttled is not None and asyncio.get_running_loop().time() - self._throttled > _CALM:
             self._throttled = None
             log.info("sqs no longer throttles", queue=self._queue.name)
@@ -299,7 +303,7 @@ class SqsSession:
         return visible + delayed == 0 and invisible <= len(self._held) and not self._arrived
 
     async def lag(self, *, whole: bool) -> Mapping[str, Lag]:
-        """See `ports.KnowsLag`. By the queue's own estimate."""
+        """See `ports.KnowsLag`. Uses the queue's own estimate."""
         if not whole or self._lost:
             return {}
         name = "ApproximateNumberOfMessages"
@@ -308,7 +312,7 @@ class SqsSession:
 
     @property
     def silence(self) -> float | None:
-        """See `ports.KnowsSilence`: of the poll that waits for longest, beyond what it waits at the queue."""
+        """See `ports.KnowsSilence`: how long the oldest poll has waited, minus its wait time at the queue."""
         asked = min(self._asked.values(), default=math.inf)
         seconds = asyncio.get_running_loop().time() - asked - WAIT
         return seconds if seconds > SILENT else None
@@ -322,7 +326,7 @@ class SqsSession:
     async def close(self) -> None:
         self._stopped = True
         self._freed.set()
-        await self._polled(WAIT + READ_TIMEOUT)  # a poll with a hanging connection is left behind
+        await self._polled(WAIT + READ_TIMEOUT)  # a poll on a hanging connection is left behind
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FAREWELL):
                 while self._deletions and not self._lost:
@@ -335,12 +339,12 @@ class SqsSession:
         await farewell(self._client)
 
     async def _polled(self, within: float) -> None:
-        """Wait for the last polls. What is given back earlier would go to them, and be counted as received again."""
+        """Wait for the last polls: messages that are returned earlier would go to them, and count as received again."""
         if self._stopped and self._polls:
             await asyncio.wait(self._polls, timeout=within)
 
     def _end(self, error: Exception | None) -> None:
-        """`error`: why the session was lost; None: it was not, we leave."""
+        """End the session. `error`: why it was lost; None: we close it ourselves."""
         if self._lost is None:
             given = self._queue.given or self._queue.name
             self._lost = f"sqs:{given}: closed" if error is None else str(self._link.refused(given, error))
@@ -367,6 +371,6 @@ class SqsSession:
 
 
 def _batches(handles: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Ten at a time."""
+    """The handles in batches of ten."""
     listed = list(handles.items())
     return (dict(listed[start : start + BATCH]) for start in range(0, len(listed), BATCH))

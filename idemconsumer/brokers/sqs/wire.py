@@ -1,9 +1,9 @@
-"""Messages as SQS carries them. Pure: bodies that are text, at most ten attributes, sizes.
+"""The format of messages in SQS: text bodies, at most ten attributes, size limits. Pure.
 
-SQS takes bodies of at least one character that XML allows, and attributes with a non-empty value of such characters
-under a name of letters, digits, `_`, `-` and `.`. What does not fit is carried nevertheless, in a form that another
-idemconsumer reads back: a body as base64, headers as one JSON object in the attribute `idemconsumer-headers`. The
-header `idemconsumer-message-id` is the message's id; a key that is given wins.
+SQS accepts bodies of at least one character that XML allows, and attributes with a non-empty value of such characters
+under a name of letters, digits, `_`, `-` and `.`. Everything else is encoded so that another idemconsumer can read it
+back: a body as base64, headers as one JSON object in the attribute `idemconsumer-headers`. The header
+`idemconsumer-message-id` is the message's id; a key that is given takes precedence over it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ MAX_DELAY: Final = 900.0  # seconds
 _ID: Final = "idemconsumer-message-id"
 _BODY: Final = "idemconsumer-body"
 _PACKED: Final = "idemconsumer-headers"
-_MARKS: Final = {_BODY, _PACKED}  # as attributes they are ours; a header of such a name is packed
-# A request of ten may have as many bytes as the largest message of any queue, which has been 256 KiB or more.
+_MARKS: Final = {_BODY, _PACKED}  # attributes of our own; a header of such a name is packed
+# A request of ten may have as many bytes as the largest message of any queue; that limit has always been at least 256
+# KiB.
 _LEAST_REQUEST: Final = 262_144
 
 _UNSAYABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -47,13 +48,13 @@ Entry = dict[str, Any]
 def entry_of(queue: Queue, message: Outgoing) -> Entry:
     """One entry of SendMessageBatch, without its `Id`.
 
-    Raises BadMessage when it is larger than the queue takes, ConfigurationError for a group that is missing or cannot
-    be one.
+    Raises BadMessage when the message is larger than the queue accepts, ConfigurationError for a group that is missing
+    or invalid.
     """
     check_group(queue.given or queue.name, message.headers)
     headers = dict(message.headers)
     group = headers.pop(GROUP, None)
-    headers.pop(DEDUPLICATION_ID, None)  # of the message that this one was made from
+    headers.pop(DEDUPLICATION_ID, None)  # the deduplication id of the message that this one was made from
     if message.key is not None:
         headers.pop(_ID, None)
         headers = {_ID: message.key, **headers}
@@ -87,7 +88,7 @@ def _delay(queue: Queue, seconds: float) -> int:
 
 
 def requests(queue: Queue, entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """Batches that fit one request each, numbered by `Id`, in order."""
+    """Batches that each fit into one request, numbered by `Id`, in order."""
     batch: list[Entry] = []
     room = limit = max(queue.max_bytes, _LEAST_REQUEST)
     for entry in entries:
@@ -103,7 +104,7 @@ def requests(queue: Queue, entries: Sequence[Entry]) -> Iterator[list[Entry]]:
 
 
 def _body(body: bytes) -> tuple[str, str | None]:
-    """The text to send, and the mark that says how to read it."""
+    """The text to send, and the mark that says how to decode it."""
     if not body:
         return "empty", "empty"
     try:
@@ -116,7 +117,7 @@ def _body(body: bytes) -> tuple[str, str | None]:
 
 
 def _attributes(headers: Mapping[str, str | bytes], mark: str | None) -> dict[str, str]:
-    """As many headers as fit into attributes; the rest in one more."""
+    """As many headers as fit into attributes; the others are packed into one more attribute."""
     attributes = {} if mark is None else {_BODY: mark}
     fit = {name: value for name, value in headers.items() if isinstance(value, str) and _fits(name, value)}
     fit = {name: value for name, value in fit.items() if name not in _MARKS}
@@ -133,30 +134,31 @@ def _fits(name: str, value: str) -> bool:
 
 
 def _size(body: str, attributes: Mapping[str, str]) -> int:
-    """As SQS counts it: names, types and values of the attributes too."""
+    """The size as SQS counts it, with the names, types and values of the attributes."""
     parts = (f"{name}String{value}" for name, value in attributes.items())
     return len(body.encode()) + sum(len(part.encode()) for part in parts)
 
 
 def _fifo(queue: Queue, group: str | bytes | None, key: str | None) -> Entry:
     if not queue.fifo:
-        return {} if group is None else {GROUP: group}  # fair queues share the workers among groups
+        return {} if group is None else {GROUP: group}  # fair queues divide their consumers among the groups
     if key is not None:
         token = key if TOKEN.fullmatch(key) else hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
     elif queue.content_based:
         return {GROUP: group}
     else:
-        token = uuid4().hex  # the same when the client sends the request again
+        token = uuid4().hex  # the same when the client retries the request
     return {GROUP: group, DEDUPLICATION_ID: token}
 
 
 # ------------------------------------------------------------------------------------------------------------ incoming
 def message_of(queue: Queue, raw: Mapping[str, Any]) -> Message:
-    """Translate one arrival. Numbers arrive as text, binary attributes as text where they are UTF-8.
+    """Translate one arrival. Numbers arrive as text, binary attributes as text if they are UTF-8.
 
-    The message id is the key that it was published with, else SQS's own id, which identifies redeliveries but not what
-    a producer sent twice. It is never the deduplication id of a FIFO queue, which is a header (A7): that one counts for
-    five minutes, and in some queues within a group, so another message may have it.
+    The message id is the key that it was published with, else the id of SQS, which identifies redeliveries but not a
+    message that a producer sent twice. It is never the deduplication id of a FIFO queue, which becomes a header (A7):
+    SQS compares that id for five minutes only, and in some queues only within a group, so another message may have the
+    same.
     """
     system = raw.get("Attributes") or {}
     headers = {name: _value(value) for name, value in (raw.get("MessageAttributes") or {}).items()}
@@ -179,7 +181,7 @@ def message_of(queue: Queue, raw: Mapping[str, Any]) -> Message:
 
 
 def receives(raw: Mapping[str, Any]) -> int:
-    """How often the message was received, this time included; approximate, as SQS says."""
+    """How often the message was received, this time included; approximate, according to SQS."""
     count = str((raw.get("Attributes") or {}).get("ApproximateReceiveCount", "1"))
     return max(1, int(count)) if count.isdecimal() else 1
 
