@@ -1,6 +1,6 @@
 """Process every message once, even when it arrives twice.
 
-A name is imported from its home when it is first used: what starts workers needs none of them.
+Each public name is imported from its module at its first use, because the launcher needs none of them to start workers.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Addresses of servers, read so that a mistake in one never quotes its password."""
+"""Parsing of server addresses. The error for a wrong address never quotes its password."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from idemconsumer.errors import ConfigurationError
 
-_REFUSED: Final = ("invalid ", "could not match ", "weak sslmode")  # libpq gives nothing but its text
-# libpq takes whatever looks like this. To ask it about the rest takes psycopg, which is most of what a launcher would
-# import before it starts a worker (P10).
+_REFUSED: Final = ("invalid ", "could not match ", "weak sslmode")  # libpq gives texts and no error codes
+# libpq accepts every address of this form. Only for other addresses is psycopg imported to ask libpq: that import would
+# be most of what a launcher has to load before it starts a worker (P10).
 _WORD: Final = r"(?:[\w.~-]|%(?!00)[0-7][0-9A-Fa-f])+"
 _HOST: Final = r"[\w-]{1,63}(?:\.[\w-]{1,63})*(?::(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}))?"
 _TLS: Final = rf"sslmode=(?:disable|allow|prefer|require|verify-ca|verify-full)(?:&sslrootcert=(?:/{_WORD})+)?"
 _PLAIN_DSN: Final = re.compile(rf"postgres(?:ql)?://(?:{_WORD}(?::{_WORD})?@)?{_HOST}/{_WORD}(?:\?{_TLS})?", re.ASCII)
 _LISTENING: Final = re.compile(r"(?:(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+):)?(?P<port>[0-9]{1,5})")
-_OF_RABBITMQ: Final[Mapping[str, tuple[str, Callable[[str], object]]]] = {  # parameters that its client obeys
+_OF_RABBITMQ: Final[Mapping[str, tuple[str, Callable[[str], object]]]] = {  # parameters that the RabbitMQ client obeys
     "heartbeat": (
         "a number of seconds below 65535",
         lambda text: re.fullmatch("[0-9]{1,5}", text) and int(text) < 65_535,
@@ -41,7 +41,7 @@ def rabbitmq_urls(text: str, label: str = "settings: `rabbitmq`") -> list[SplitR
 
 
 def rabbitmq_parameters(url: SplitResult) -> dict[str, str]:
-    """Those of one of `rabbitmq_urls`."""
+    """The query parameters of one URL from `rabbitmq_urls`."""
     return dict(parse_qsl(url.query))
 
 
@@ -57,7 +57,7 @@ def _check_vhost(url: SplitResult, label: str) -> None:
 
 
 def _check_parameters(url: SplitResult, label: str) -> None:
-    """The client takes a value that it cannot read for another one, and passes over what it does not know."""
+    """Refuse bad parameters: the client replaces a value that it cannot read by another, and ignores unknown names."""
     given = parse_qsl(url.query, keep_blank_values=True)
     names = [name for name, _ in given]
     for name, value in given:
@@ -80,7 +80,7 @@ def _each_host(text: str, label: str, schemes: Collection[str], example: str) ->
 
 
 def redis_urls(text: str, label: str = "settings: `redis`") -> list[SplitResult]:
-    """One URL for each host; several are the Sentinels, or some nodes of the cluster. Raises as `read_url` does."""
+    """One URL for each host. Several hosts are the Sentinels, or some nodes of a cluster. Raises as `read_url` does."""
     example = (
         "redis://user:password@host:6379/0, sentinel://user:password@host:26379[,host:26379]/service/0 or "
         "cluster://user:password@host:6379[,host:6379], with rediss, sentinels or clusters for TLS"
@@ -94,7 +94,7 @@ def redis_urls(text: str, label: str = "settings: `redis`") -> list[SplitResult]
 
 
 def is_cluster(text: str) -> bool:
-    """Whether an address of Redis is a cluster's."""
+    """Whether this is the address of a Redis cluster."""
     return text.startswith("cluster")
 
 
@@ -108,7 +108,7 @@ def kafka_hosts(text: str, label: str = "settings: `kafka`") -> list[str]:
 
 
 def listening_at(given: int | str, label: str = "settings: `ops_port`") -> tuple[str, int]:
-    """Host and port of `[HOST:]PORT`; without a host it is every address of this machine. ConfigurationError."""
+    """Host and port of `[HOST:]PORT`. Without a host: every address of this machine. Raises ConfigurationError."""
     found = _LISTENING.fullmatch(str(given))
     if found is None or not 0 < int(found["port"]) < 65_536:
         raise ConfigurationError(f"{label} is not a port; write one such as 9100, or HOST:PORT")
@@ -116,10 +116,11 @@ def listening_at(given: int | str, label: str = "settings: `ops_port`") -> tuple
 
 
 def read_url(text: str, label: str, example: str, schemes: Collection[str] = ("http", "https")) -> SplitResult:
-    """The parts of a URL. ConfigurationError, naming the setting and quoting nothing, for a text that is not one.
+    """The parts of a URL. For a text that is not a URL, raises ConfigurationError, which names the setting and quotes
+    nothing.
 
-    An unencoded / ? or # ends the authority, so that a part of a password is taken for the port or the path. An @
-    behind it is the sign of that.
+    An unencoded / ? or # in a password ends the authority, so part of the password is parsed as the port or the path.
+    An @ after that point shows that this has happened.
     """
     try:
         parts = urlsplit(text)
@@ -146,8 +147,8 @@ def check_dsn(dsn: str, label: str = "the database address") -> None:
         parts = conninfo_to_dict(dsn)
     except (psycopg.Error, UnicodeError):
         raise ConfigurationError(f"{label} cannot be parsed; {instead}") from None
-    # libpq takes part of a password with such characters for host, port or database, and would quote it when it cannot
-    # connect.
+    # With such characters in a password, libpq parses part of it as host, port or database, and quotes that part if it
+    # cannot connect.
     ports = str(parts.get("port") or "").split(",")
     hosts = str(parts.get("host") or "").split(",")
     path = dsn.partition("://")[2].partition("?")[0].partition("/")[2]
@@ -159,14 +160,14 @@ def check_dsn(dsn: str, label: str = "the database address") -> None:
 
 
 def _refused_by_libpq(given: dict[str, Any]) -> str:
-    """What libpq says of a value before it connects, without the value. Nobody listens where this leads, so no server
-    is asked."""
+    """How libpq refuses a value before it connects, without quoting the value. No server is contacted: the address
+    leads to a socket path that does not exist."""
     from psycopg import pq
     from psycopg.conninfo import make_conninfo
 
     defaults = {each.keyword.decode(): each.val.decode() for each in pq.Conninfo.get_defaults() if each.val}
     known = defaults | given
-    if "service" in known:  # its file may name hosts and ports that we do not see
+    if "service" in known:  # the service file may name hosts and ports that are unknown here
         return ""
     hosts = str(known.get("hostaddr") or known.get("host") or "").count(",") + 1
     nowhere = {"host": ",".join(["/nobody"] * hosts), "hostaddr": ""}
@@ -177,7 +178,7 @@ def _refused_by_libpq(given: dict[str, Any]) -> str:
 
 
 def is_local(host: str | None) -> bool:
-    """Whether what is sent to that host stays on this machine. None and a path are Unix sockets."""
+    """Whether data sent to that host stays on this machine. None and a path are Unix sockets."""
     if not host or host.startswith(("/", "@")) or host == "localhost":
         return True
     import ipaddress
@@ -189,7 +190,7 @@ def is_local(host: str | None) -> bool:
 
 
 def _host(address: str) -> str:
-    """Of `host[:port]`; empty for anything else."""
+    """The host of `host[:port]`; empty for anything else."""
     import ipaddress
 
     try:
@@ -206,7 +207,7 @@ def _host(address: str) -> str:
 
 
 def _is_name(host: str) -> bool:
-    """Whether a resolver can be asked for it: for other names it raises what no client expects."""
+    """Whether a resolver can look up this name. For other texts it raises errors that no client expects."""
     try:
         return bool(host.encode("idna")) and host.isprintable() and " " not in host
     except UnicodeError:

@@ -1,4 +1,4 @@
-"""Our own certificates: until when they are valid, and TLS that reads them again once they were renewed (K27, Q13)."""
+"""The client certificates of this process: when they expire, and TLS that rereads renewed files (K27, Q13)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from idemconsumer.addresses import rabbitmq_parameters, rabbitmq_urls, redis_url
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import Settings
 
-_ALERT: Final = re.compile(r"alert [a-z ]*(certificate|unknown ca)")  # what the other side says of ours
-SOON: Final = 14 * 86_400.0  # seconds: who renews by a program does so before
+_ALERT: Final = re.compile(r"alert [a-z ]*(certificate|unknown ca)")  # TLS alerts of a server that refuses ours
+SOON: Final = 14 * 86_400.0  # seconds; automatic renewal happens earlier than this before the expiry
 
 
 class RenewedContext(ssl.SSLContext):
-    """What `make` returns; made anew before a connection once one of `files` has changed.
+    """An SSL context from `make`, made anew before the next connection after one of `files` has changed.
 
-    While they cannot be used, as between the writing of a key and of its certificate, the former one goes on. What is
-    connected already stays so. `certificate`: the file with ours, if there is one.
+    While the files cannot be used, such as between the writing of a key and of its certificate, the previous context
+    stays in use. Open connections are not affected. `certificate`: the file with our certificate, if there is one.
     """
 
     certificate: str | None
@@ -37,20 +37,20 @@ class RenewedContext(ssl.SSLContext):
         return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
 
     def __init__(self, make: Callable[[], ssl.SSLContext], files: Sequence[str | None]) -> None:
-        """`files`: of the authority, of the certificate, and of its key. Raises what `make` does."""
+        """`files`: the authority, our certificate, and its key. Raises what `make` raises."""
         self._make = make
         self._files = [file for file in files if file is not None]
         self.certificate = files[1]
-        self._seen = self._changes()  # before they are read: what changes meanwhile is read again
+        self._seen = self._changes()  # before they are read, to notice a change during the read
         self._made = make()
         self.check_hostname, self.verify_mode = self._made.check_hostname, self._made.verify_mode
 
     def wrap_bio(self, *arguments: Any, **more: Any) -> ssl.SSLObject:
-        """As asyncio and uvloop connect."""
+        """Used by asyncio and uvloop."""
         return self._latest().wrap_bio(*arguments, **more)
 
     def wrap_socket(self, *arguments: Any, **more: Any) -> ssl.SSLSocket:
-        """As urllib does."""
+        """Used by urllib."""
         return self._latest().wrap_socket(*arguments, **more)
 
     def _latest(self) -> ssl.SSLContext:
@@ -67,7 +67,7 @@ class RenewedContext(ssl.SSLContext):
 
 
 def expires_at(file: str) -> float | None:
-    """When the first certificate in a PEM file expires, as seconds of the epoch; None if it cannot be read."""
+    """When the first certificate in a PEM file expires, in seconds of the Unix epoch; None if it cannot be read."""
     try:
         return float(ssl.cert_time_to_seconds(str(_test_decode_cert(file)["notAfter"])))
     except (OSError, KeyError, ValueError):
@@ -75,7 +75,7 @@ def expires_at(file: str) -> float | None:
 
 
 def expired(file: str | None) -> str | None:
-    """That it has, in words; None for one that is valid."""
+    """A message if the certificate has expired; None if it is still valid, or cannot be read."""
     until = None if file is None else expires_at(file)
     if until is None or until > time.time():
         return None
@@ -86,8 +86,8 @@ def expired(file: str | None) -> str | None:
 
 
 def whose(refusal: str, dsn: str) -> str | None:
-    """Which certificate it is about, and what to do, where libpq could not connect: it says neither whose it is nor
-    which file. None where it is about none."""
+    """Which certificate made libpq's connection fail, and what to do: libpq names neither the owner nor the file. None
+    if the failure was not about a certificate."""
     if "certificate verify failed" in refusal:
         return (
             "the server's certificate is not accepted: renew it if it has expired, or set sslrootcert to the authority "
@@ -101,7 +101,7 @@ def whose(refusal: str, dsn: str) -> str | None:
 
 
 def ours(settings: Settings) -> Iterator[tuple[str, str]]:
-    """The server, and the file with the certificate that we show it."""
+    """Each server, with the file of the certificate that this process presents to it."""
     if settings.kafka_cert_file is not None:
         yield "kafka", settings.kafka_cert_file
     if settings.rabbitmq is not None:
@@ -121,12 +121,12 @@ def ours(settings: Settings) -> Iterator[tuple[str, str]]:
 
 
 def _of_libpq(dsn: str) -> str | None:
-    """Where libpq finds our certificate: in the address, PGSSLCERT, a service file, or its default place, if there is
-    one. Nobody listens where this leads, so no server is asked."""
+    """Where libpq finds our certificate: in the address, PGSSLCERT, a service file, or its default place; None if there
+    is none. No server is contacted: the address leads to a socket path that does not exist."""
     try:
         trial = pq.PGconn.connect_start(make_conninfo(dsn, host="/nobody", hostaddr="", port="").encode())
     except psycopg.Error:
-        return None  # said where it is used
+        return None  # reported where the address is used
     known = {option.keyword: (option.val or b"").decode() for option in trial.info}
     trial.finish()
     if "disable" in (known[b"sslmode"], known.get(b"sslcertmode")):
@@ -136,7 +136,7 @@ def _of_libpq(dsn: str) -> str | None:
 
 
 def days_left(file: str) -> tuple[float, str] | None:
-    """How many, and until which day; None if that cannot be read."""
+    """How many days the certificate is still valid, and its last day; None if the file cannot be read."""
     until = expires_at(file)
     return None if until is None else ((until - time.time()) / 86_400, _day(until))
 

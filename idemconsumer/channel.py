@@ -1,8 +1,8 @@
-"""What a worker tells its launcher: one pipe, for which nobody waits for long, and a line for each thing that is told.
+"""The channel from a worker to its launcher: one pipe, with one line for each report. No writer blocks for long.
 
-A line is its kind and JSON. `beat`: for how many seconds this process may be silent (L56). `members`: its ids in
-consumer groups, all of them after each change (K15). `report`: what it has counted (O11). `words`: what it says of its
-end, for the last line of a launcher that gives up; they are in its own log too.
+A line is its kind and a JSON value. `beat`: for how many seconds this process may be silent (L56). `members`: its ids
+in consumer groups, all of them after each change (K15). `report`: its counters (O11). `words`: why it ends, for the
+last log line of a launcher that gives up; the worker's own log has it too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from idemconsumer import forks
 
-VARIABLE: Final = "IDEMCONSUMER_CHANNEL"  # in a worker's environment: the pipe's end, and whether reports are wanted
-MOST: Final = 1024 * 1024  # bytes of a line
+VARIABLE: Final = "IDEMCONSUMER_CHANNEL"  # in a worker's environment: its descriptor, and whether reports are wanted
+MOST: Final = 1024 * 1024  # bytes, for one line
 _PATIENCE: Final = 1.0  # seconds: the launcher may have a large report to read first
 _WORDS: Final = 300  # characters
 _REPORTS: Final = "reports"
@@ -32,12 +32,12 @@ class Channel:
         self.reports = False  # whether the launcher wants them
         self._descriptor: int | None = None
         self._members: dict[str, str] = {}
-        self._owed = b""  # that line of its members, which has found no room so far
+        self._owed = b""  # the newest `members` line, if the pipe had no room for it yet
         self._rest = b""
         self._lock = threading.Lock()
 
     def attach(self, given: str) -> None:
-        """What `VARIABLE` says."""
+        """Use the pipe that the variable `VARIABLE` names."""
         number, _, wanted = given.partition(" ")
         descriptor = int(number)
         os.set_inheritable(descriptor, False)
@@ -65,17 +65,18 @@ class Channel:
         self.tell("words", json.dumps(" ".join(text.split())[:_WORDS]).encode())
 
     def tell(self, kind: str, value: bytes, *, patience: float = _PATIENCE) -> None:
-        """What finds no room in so many seconds is dropped: the next of its kind has all of it. Its members wait for
-        the next line of any kind, since they may never change again; a thread of its own tells beats."""
+        """Send one line. If the pipe has no room for it within `patience` seconds, it is dropped: the next line of its
+        kind replaces it. Only the `members` line is kept, and sent before the next line of any kind, since the members
+        may never change again. Beats are sent from a thread of their own."""
         line = b"%s %s\n" % (kind.encode(), value)
         if len(line) <= MOST:
             self._send(line, patience)
 
     def _send(self, line: bytes, patience: float) -> None:
-        """Behind the rest of a line that was begun, and the members that are owed."""
+        """Write the rest of a line that was begun, then `members` if it is owed, then this line."""
         until = time.monotonic() + patience
         while True:
-            with self._lock:  # beats have a thread of their own
+            with self._lock:  # a thread of its own sends beats
                 self._rest = self._written(self._rest)
                 self._owed = self._begun(self._owed)
                 line = self._begun(line)
@@ -88,14 +89,14 @@ class Channel:
             room.poll(seconds * 1000)
 
     def _begun(self, line: bytes) -> bytes:
-        """Nothing of it, once it is in the pipe or its rest is the next that goes there."""
+        """The line, if nothing of it was written. Else nothing: its unwritten rest becomes the next thing to write."""
         if self._rest or not line or (rest := self._written(line)) is line:
             return line
         self._rest = rest
         return b""
 
     def _written(self, line: bytes) -> bytes:
-        """What is left of it."""
+        """Write the line, and return the rest that the pipe had no room for."""
         if self._descriptor is None or not line:
             return b""
         try:
@@ -111,9 +112,12 @@ CHANNEL: Final = Channel()
 
 
 class Ear:
-    """The launcher's end of one worker's pipe. `told` is called with the kind and the value of each line, of those of a
-    kind that have come at the same time the last one, and with `end` once nobody has the other end: the worker has
-    ended, or a library in it has closed what it does not know. `last` has the last one of each."""
+    """The launcher's end of one worker's pipe.
+
+    `told` is called with kind and value. If several lines of one kind have arrived together, it gets only the last one.
+    It is called with `end` when no process has the other end any more: the worker has ended, or a library in it has
+    closed descriptors that it does not know. `last` keeps the last value of each kind.
+    """
 
     def __init__(self, told: Callable[[str, bytes], None]) -> None:
         self.last: dict[str, bytes] = {}
@@ -126,15 +130,15 @@ class Ear:
         self._loop.add_reader(self._descriptor, self.listen)
 
     def variable(self, *, reports: bool) -> dict[str, str]:
-        """For the environment of the worker, which inherits `theirs`."""
+        """For the environment of the worker, which inherits the descriptor `theirs`."""
         return {VARIABLE: f"{self.theirs} {_REPORTS if reports else ''}".strip()}
 
     def said(self, kind: str) -> Any:
-        """The last of this kind; None: there was none."""
+        """The last value of this kind; None if there was none."""
         return json.loads(self.last[kind]) if kind in self.last else None
 
     def close(self) -> None:
-        """Hear what the worker said last."""
+        """Read what the worker sent last, then close."""
         self.listen()
         self._loop.remove_reader(self._descriptor)
         os.close(self._descriptor)

@@ -1,5 +1,5 @@
-"""What goes on in the background: something that is done again and again, and whose failures end nothing; and how the
-end of a thread is waited for."""
+"""Background work: an action that is repeated, and whose failures do not end the repetition. Also: waiting for the end
+of a thread."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ _GLANCE: Final = 0.005  # seconds
 
 @dataclass(eq=False)
 class Duty:
-    """Does `act` until nothing is left to do, or it is stopped, closed or cancelled.
+    """Repeats `act` until no work is left, or until it is stopped, closed or cancelled.
 
-    `act` returns in how many seconds it is due again. Where it returns None that is after `every`; without `every`
-    nothing is left. It is due `first` seconds after the start, and as soon as it is woken.
+    `act` returns the seconds until it is due again. If it returns None, it is due after `every`; without `every`, no
+    work is left. It is first due `first` seconds after the start, and at once whenever it is woken.
 
-    With `failed` an error ends nothing. It is tried `again` after so many failures in a row, else after `every`, and a
-    `wake` is no reason to try sooner. `failed` is told of the first one in a row, and `works` once it is over. Of
-    `quiet` ones nothing is told, since others say them, and what works again is found within two seconds (D27). What
-    returns has worked, unless a return does not `prove` that: then `act` calls `worked`. `spread`: pauses are up to a
-    quarter shorter, so that many processes do not come at the same time.
+    With `failed`, an exception of `act` does not end the duty. The pause is then `again(failures in a row)`, or
+    `every`, and `wake` does not shorten it. `failed` is called with the first error of a row, and `works` when `act`
+    works again. Errors that are `quiet` are not reported, since another place reports them, and after them the pause is
+    two seconds at most, so that recovery is noticed soon (D27). An `act` that returns counts as working. With
+    `proves=False` it does not: then `act` calls `worked` itself. `spread`: pauses are up to a quarter shorter, so that
+    many processes do not act at the same time.
 
-    A cancellation that `act` swallows ends it. So `act` has no TaskGroup of its own: before Python 3.13 one that fails
-    leaves its task as if it were being cancelled.
+    A cancellation that `act` swallows ends the duty as well. So `act` must not use a TaskGroup of its own: before
+    Python 3.13, a TaskGroup that fails leaves its task looking as if it were being cancelled.
     """
 
     act: Callable[[], Awaitable[float | None]]
@@ -46,29 +47,29 @@ class Duty:
     works: Callable[[], object] = lambda: None
     quiet: Callable[[BaseException], bool] = lambda _: False
     proves: bool = True
-    _failures: int = field(default=0, init=False)  # in a row, as those that are quiet
+    _failures: int = field(default=0, init=False)  # in a row, as are the quiet ones
     _quiet_failures: int = field(default=0, init=False)
     stopped: bool = field(default=False, init=False)
     _woken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _task: asyncio.Task[None] | None = field(default=None, init=False)
 
     def wake(self) -> None:
-        """There is something to do."""
+        """Make it due at once: there is work."""
         self._woken.set()
 
     def stop(self) -> None:
-        """`run` returns after one more time, or at once while it fails in a way that is not `quiet`."""
+        """Let `run` return after one more `act`; at once if `act` is failing with errors that are not `quiet`."""
         self.stopped = True
         self._woken.set()
 
     def worked(self) -> None:
-        """It does, though it goes on."""
+        """Report success from inside `act`, which goes on."""
         failed, self._failures, self._quiet_failures = self._failures > 0, 0, 0
         if failed:
             self.works()
 
     def start(self, context: Context | None = None) -> None:
-        """Run in a task of its own, unless it does."""
+        """Run in a task of its own, unless it runs already."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self.run(), context=context)
 
@@ -79,18 +80,18 @@ class Duty:
             await self._task
 
     async def close(self) -> None:
-        """Cut it off. It may be started again."""
+        """Cancel it, and wait for its end. It can be started again."""
         if self._task is not None:
             await end(self._task)
 
     async def run(self) -> None:
         pause: float | None = self.first
-        while pause is not None and not being_cancelled():  # what it does may swallow a cancellation
+        while pause is not None and not being_cancelled():  # `act` may swallow a cancellation
             await self._rest(pause)
             last = self.stopped
             if last and self._failures:
                 return
-            self._woken.clear()  # before: what comes from now on may not be seen by it
+            self._woken.clear()  # cleared before `act`, which may miss work that arrives from now on
             pause = await self._do()
             if last:
                 return
@@ -135,7 +136,7 @@ class Duty:
 
 
 async def within(seconds: float, event: asyncio.Event) -> bool:
-    """Wait for so long at most. Whether it was set by then."""
+    """Wait for the event, `seconds` at most. Returns whether it is set."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -143,8 +144,8 @@ async def within(seconds: float, event: asyncio.Event) -> bool:
 
 
 async def joined(thread: threading.Thread, seconds: float) -> None:
-    """Wait for its end, for so long at most. Not in a thread of its own: a process that is about to end, as one whose
-    loop is beside its main thread does, gets none any more (H50)."""
+    """Wait for the end of a thread, `seconds` at most. This polls instead of joining in another thread: a process that
+    is about to end, such as one whose loop runs beside its main thread, cannot start threads any more (H50)."""
     until = time.monotonic() + seconds
     while thread.is_alive() and time.monotonic() < until:
         await asyncio.sleep(_GLANCE)

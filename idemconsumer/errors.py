@@ -1,11 +1,11 @@
 """Everything idemconsumer raises, in one tree, split by who must act.
 
-* `ConfigurationError`: the author of the handler or the settings. Raised at import or at start, never per message.
-  Later only by a worker whose place another one has (`Replaced`).
+* `ConfigurationError`: the author of the handler or the settings. Raised at import or at start, never per message. The
+  only one raised later is `Replaced`, by a worker whose place another process has taken.
 * `BadMessage`: the producer of the message. It becomes a dead letter; it never reaches a handler.
 * `Retry`, `Reject`: not faults. A handler raises them to ask the engine for something.
 * `Unavailable`: the operator of the servers. The worker waits, with backoff, and logs it once.
-* `Interrupted`: no one. The engine rolls back and judges again.
+* `Interrupted`: no one. The engine rolls back and decides again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from datetime import timedelta
 class IdemConsumerError(Exception):
     """The base class of all errors of idemconsumer.
 
-    `by_function`: the error came out of a user's function that called another app or another pool. So whatever its
-    type, it says nothing about the engine that called the function.
+    `by_function`: the error came out of a user's function that called another app or another pool. Whatever its type,
+    it then says nothing about the engine that called the function.
     """
 
     by_function = False
@@ -32,8 +32,8 @@ class NothingFound(IdemConsumerError):
 
 
 class Replaced(ConfigurationError):
-    """Another process has taken this worker's place, since both have the same value of a setting that must differ.
-    Raised while running, in this worker alone."""
+    """Another process has taken this worker's place, because both have the same value of a setting that must differ.
+    Raised while the worker runs, and only in the worker that was replaced."""
 
 
 class HandlerError(ConfigurationError):
@@ -64,8 +64,8 @@ class BadMessage(IdemConsumerError):
 
 
 class NotReadNow(BadMessage):
-    """`decode=` cannot read a message now: it asks for another attempt, or a server that it needs is away. Nothing is
-    at fault, and the message is read again (D26). `error` is the exception that it raised."""
+    """`decode=` cannot read a message now: it raised Retry, or a server that it needs is down. Neither the message nor
+    `decode=` is at fault, and the message is read again later (D26). `error` is the exception that it raised."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__("undecodable", f"decode= raised {type(error).__name__}, and is tried again")
@@ -129,12 +129,12 @@ class StoreUnavailable(Unavailable):
 
 
 class StoreChanged(StoreUnavailable):
-    """The database answers, but has changed: a table, column, function or sequence of ours, or a right of the role, is
-    not as one of our statements needs it. The text says what to do; after that, work goes on by itself."""
+    """The database answers but has changed: a table, column, function or sequence of idemconsumer, or a right of the
+    role, is not what one of its statements needs. The text says what to do; after that, work goes on by itself."""
 
 
 class Denied(ConfigurationError):
-    """The database's role lacks rights. `reads`: it has all rights that reading needs."""
+    """The database's role lacks rights. `reads`: it has all rights that are needed for reading."""
 
     def __init__(self, text: str, *, reads: bool = False) -> None:
         super().__init__(text)
@@ -146,7 +146,7 @@ class LockNotGiven(StoreUnavailable):
 
 
 class ServerSilent(StoreUnavailable):
-    """A statement, or the request to cancel it, got no answer. If the function was late, that was not its fault."""
+    """A statement, or the request to cancel it, got no answer. If the function timed out, that was not its fault."""
 
 
 class ConnectionLost(StoreUnavailable):
@@ -174,14 +174,14 @@ class Interrupted(IdemConsumerError):
 
 
 class OfTheEngine(BaseException):
-    """The engine raises this where a user's function runs. It ends the function, and is never the function's failure
+    """Raised by the engine where a user's function runs, to end the function. Never counts as a failure of the function
     (B18)."""
 
 
 class RunEagerly(OfTheEngine):
-    """A statement that was sent without waiting has failed, in the handler's run number `run` of its transaction (J27).
-    `run` is None if that is not certain. Without an `error`, code asked for a count that is not known yet. All of it
-    runs again."""
+    """A pipelined statement, which was sent without waiting for its result, has failed (J27). Everything in the
+    transaction runs again. `run` is the number of the handler's run in its transaction; None if that is not certain.
+    Without an `error`, code asked for a row count that is not known yet."""
 
     def __init__(self, run: int | None = None, error: Exception | None = None) -> None:
         super().__init__(run, error)
@@ -190,8 +190,8 @@ class RunEagerly(OfTheEngine):
 
 
 class NestedRun(OfTheEngine):
-    """A handler that `app.process` runs has called it again (J29). It would wait for a second connection while it has
-    one."""
+    """A handler that `app.process` runs has called `app.process` again (J29). The inner call would wait for a second
+    connection while the outer one holds its own."""
 
 
 class Fenced(Interrupted):
@@ -229,7 +229,7 @@ class CommitUnknown(Interrupted):
 
 
 class Contention(Interrupted):
-    """40001, 40P01, 55P03 or 53200: no message is at fault. The group runs again, at no cost of an attempt.
+    """40001, 40P01, 55P03 or 53200: no message is at fault. The group runs again, and this costs no attempt.
 
     `cap_groups` is true for 53200, where the shared lock table ran out and groups must be smaller.
     """

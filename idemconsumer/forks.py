@@ -1,9 +1,9 @@
-"""What belongs to one process and one event loop, and what becomes of it in another one (O25 to O28).
+"""Resources that belong to one process and one event loop, and what happens to them in another one (O25 to O28).
 
-A fork copies every object and shares every socket. If a child closed its copy as usual, libpq would say goodbye in the
-name of the parent, and an event loop would take the socket out of the epoll that both have. So in a child each
-descriptor of ours leads nowhere from its first moment on: its number stays taken, whatever object still has it may
-close it, and the server notices the parent's end although the child lives.
+A fork copies every object and shares every socket. If a child closed its copies as usual, libpq would send the parent's
+goodbye to the server, and the event loop would remove the socket from the epoll that both processes share. So from the
+first moment of a child, each descriptor of ours leads nowhere. Its number stays taken, any object that still has it may
+close it, and the server notices the end of the parent although the child lives on.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _begun = 0  # forks of this process, whether or not they have ended
 _mask: Final = threading.local()
 
 
-# --------------------------------------------------------------------------------------------------------------- to say
+# --------------------------------------------------------------------------------------------------------- registration
 def not_inherited(owner: T, descriptors: Callable[[T], Iterable[int]]) -> None:
-    """In a child that is forked while `owner` lives, what `descriptors` says of it then leads nowhere. Also once its
-    event loop, that which runs now, is known to have been closed."""
+    """In a child that is forked while `owner` lives, the descriptors that `descriptors(owner)` returns at the fork lead
+    nowhere. The same happens once the event loop that runs now is known to have been closed."""
     loop = None
     with suppress(RuntimeError):  # a thread without one
         loop = asyncio.get_running_loop()
@@ -50,26 +50,28 @@ def not_inherited(owner: T, descriptors: Callable[[T], Iterable[int]]) -> None:
 
 
 def use_loop() -> None:
-    """The running loop has sockets of ours. A child gets none of what is registered with it, whosever that is: it
-    cannot run that loop."""
+    """The running loop has sockets of ours. A child inherits nothing that is registered with this loop, not even a
+    user's sockets, since the child cannot run the loop."""
     _loops.add(asyncio.get_running_loop())
 
 
 def use_worker_loop(*signals: signal.Signals) -> None:
-    """As `use_loop`. A child that comes back to the running loop leaves at once, and is ended by these signals: else
-    it would do again whatever the loop has in hand, and its SIGTERM would be read by its parent."""
+    """Like `use_loop`. A child that returns to the running loop ends at once, and `signals` get their default effect in
+    it. Otherwise it would repeat the work that the loop has in progress, and the parent would read the child's SIGTERM.
+    """
     use_loop()
     _workers[asyncio.get_running_loop()] = signals
 
 
 def count() -> int:
-    """A socket is not ours before it is connected: who has made one looks here whether a child has it too."""
+    """How many forks this process has begun. A socket becomes ours only once it is connected, so code that connects one
+    compares the count before and after, to see whether a child has the socket too."""
     return _begun
 
 
 class never_in_a_child:  # noqa: N801 - as those of contextlib
-    """Code of a user's runs inside. A child that was forked there and comes out of it, however that is, ends at once:
-    it would go on with its parent's transaction. After SystemExit with that code, else with 1."""
+    """User code runs inside. A child that was forked there ends at once when it leaves the block, however it leaves,
+    since it would go on with its parent's transaction. The exit code is that of a SystemExit, else 1."""
 
     __slots__ = ("_before",)
 
@@ -82,8 +84,8 @@ class never_in_a_child:  # noqa: N801 - as those of contextlib
 
 
 def leave(error: BaseException | None = None) -> NoReturn:
-    """End this process, which is a child, without running anything that is its parent's. `error` is what it came out of
-    a user's code with; else what is being handled now."""
+    """End this process, which is a child, without running any code of its parent's. `error` is the exception that left
+    the user's code; without it, the exception that is being handled."""
     error, code = error or sys.exc_info()[1], 1
     if not isinstance(error, SystemExit):
         log.error(
@@ -102,22 +104,22 @@ def leave(error: BaseException | None = None) -> NoReturn:
 
 
 class PerLoop(Generic[T]):
-    """What `make` returns, once for each event loop of this process; given to `end` as that loop ends (O26)."""
+    """One object from `make` for each event loop of this process; given to `end` when the loop ends (O26)."""
 
     def __init__(self, make: Callable[[], T], end: Callable[[T], Awaitable[None]]) -> None:
         self._make, self._end = make, end
         self._there: dict[asyncio.AbstractEventLoop, tuple[int, T, AsyncGenerator[None]]] = {}
 
     def here(self) -> T:
-        """That of the running loop. What other loops have stays with them, unless they are closed: they may run in
-        other threads. Raises ConfigurationError in a child that goes on with its parent's loop."""
+        """The object of the running loop. Objects of other loops stay with them, unless those loops are closed: they
+        may run in other threads. Raises ConfigurationError in a child that goes on with its parent's loop."""
         loop = asyncio.get_running_loop()
         if (found := self._there.get(loop)) is None:
             self._drop_closed()
             use_loop()
             its = self._make()
             ending = self._kept(loop, its)
-            with suppress(StopIteration):  # it stands at its `yield`, and the loop knows it
+            with suppress(StopIteration):  # now it is suspended at its `yield`, and the loop has registered it
                 ending.asend(None).send(None)
             found = self._there[loop] = _generation, its, ending
         generation, its, _ = found
@@ -129,16 +131,17 @@ class PerLoop(Generic[T]):
         return its
 
     def forget(self) -> T | None:
-        """Returns what the running loop had, for who closes it. Nothing of a parent's."""
+        """Remove the running loop's object and return it, for the caller to close. None if missing or the parent's."""
         self._drop_closed()
         generation, its, ending = self._there.pop(asyncio.get_running_loop(), (_generation, None, None))
         if ending is not None:
-            with suppress(StopIteration):  # it has nothing to wait for any more
+            with suppress(StopIteration):  # it has nothing left to wait for
                 ending.aclose().send(None)
         return its if generation == _generation else None
 
     async def _kept(self, loop: asyncio.AbstractEventLoop, its: T) -> AsyncGenerator[None]:
-        """Who ends a loop finishes its asynchronous generators, behind its tasks: `shutdown_asyncgens`."""
+        """Calls `end`: a loop that ends finishes its asynchronous generators, after its tasks
+        (`shutdown_asyncgens`)."""
         generation = _generation
         try:
             yield
@@ -147,7 +150,8 @@ class PerLoop(Generic[T]):
                 await self._end(its)
 
     def _drop_closed(self) -> None:
-        """Nobody can use or close what is left there, and until it is collected the servers have its sessions."""
+        """Sever the sockets of closed loops. They can be neither used nor closed any more, and until they are collected
+        the servers keep their sessions."""
         for closed in [each for each in self._there.copy() if each.is_closed()]:
             self._there.pop(closed, None)
             _lead_nowhere([*_owned_in(closed), *_sockets_of(closed)])
@@ -157,7 +161,7 @@ class PerLoop(Generic[T]):
 def _before() -> None:
     global _begun
     _begun += 1
-    # One that comes before the child has its own handlers would be the parent's.
+    # A signal that reached the child before it has handlers of its own would count as the parent's.
     blocked = {number for signals in list(_workers.values()) for number in signals}
     _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
 
@@ -171,7 +175,7 @@ def _in_child() -> None:
     _generation += 1
     descriptors = set[int]()
     for owner, _, of in _all():
-        with suppress(Exception):  # whatever state its driver was in: the others have to be let go of too
+        with suppress(Exception):  # its driver may be in any state; release the others all the same
             descriptors.update(of(owner))
     for loop in list(_loops):
         with suppress(Exception):
@@ -187,8 +191,8 @@ def _in_child() -> None:
         with suppress(RuntimeError):  # it was closed
             loop.call_soon(_come_back, asyncio.current_task(loop))
             if isinstance(loop, asyncio.BaseEventLoop):
-                loop._ready.rotate(1)  # type: ignore[attr-defined]  # before what is ready too, which uvloop does not let us
-    if _owners or _loops:  # else nothing of ours is in this process, which may do as it likes
+                loop._ready.rotate(1)  # type: ignore[attr-defined]  # before what is ready; not possible in uvloop
+    if _owners or _loops:  # otherwise the process has no resources of ours, and its children are free to go on
         with suppress(Exception):
             _end_with_its_thread()
     _owners.clear()
@@ -198,8 +202,8 @@ def _in_child() -> None:
 
 
 class _Nobody:
-    """To whom a thread of a pool tells, in a child, what its function has come to. It would then wait there for more
-    to do, for ever, or do what its parent's pool has in hand."""
+    """Receives, in a child, the result of the function that a pool's thread was running, and ends the child. Otherwise
+    the thread would wait for more work, for ever, or do the work that its parent's pool has in progress."""
 
     def set_result(self, result: object) -> NoReturn:  # a future of concurrent.futures
         leave()
@@ -208,21 +212,21 @@ class _Nobody:
         leave(error)
 
     def call_soon_threadsafe(self, report: object, future: object, result: object, error: BaseException) -> NoReturn:
-        leave(error)  # anyio's event loop, as FastAPI has it for its `def` endpoints
+        leave(error)  # called by a worker thread of anyio, which FastAPI uses for `def` endpoints
 
     def is_closed(self) -> bool:
         return False
 
 
 def _end_with_its_thread() -> None:
-    """The thread that has forked is the only one of the child, which ends as soon as its function does (O27)."""
+    """The thread that forked is the child's only one. The child ends as soon as this thread's function does (O27)."""
     thread: Any = threading.current_thread()
     thread._invoke_excepthook = lambda _: leave()
     thread._delete = leave
     if type(thread).__module__.startswith("anyio."):
         thread.loop = _Nobody()
     for frame, _ in walk_stack(sys._getframe()):
-        if frame.f_code is _WorkItem.run.__code__:  # of a ThreadPoolExecutor, such as that of asyncio.to_thread
+        if frame.f_code is _WorkItem.run.__code__:  # a ThreadPoolExecutor's, such as the one of asyncio.to_thread
             frame.f_locals["self"].future = _Nobody()
 
 
@@ -234,7 +238,7 @@ os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_in_c
 
 
 def _all() -> Iterator[tuple[object, asyncio.AbstractEventLoop | None, _Descriptors]]:
-    for reference in _owners.keyrefs():  # a list, since other threads connect meanwhile
+    for reference in _owners.keyrefs():  # a list, since other threads may connect during the loop
         if (owner := reference()) is not None:
             yield owner, *_owners[owner]
 
@@ -256,9 +260,9 @@ def _registered_with(loop: asyncio.AbstractEventLoop) -> set[int]:
 
 
 def _sockets_of(loop: asyncio.AbstractEventLoop) -> Iterator[int]:
-    """But for those that listen: whoever forks after listening means its children to accept."""
+    """All sockets except listening ones: a program that forks after it listens wants its children to accept."""
     found = set[int]() if loop.is_closed() else _registered_with(loop)
-    for transport in getattr(loop, "_transports", {}).values():  # asyncio's; those too of which nothing is read now
+    for transport in getattr(loop, "_transports", {}).values():  # asyncio's, even those that are not reading now
         found.add(transport.get_extra_info("socket").fileno())
     for descriptor in found:
         with suppress(OSError):
@@ -270,8 +274,9 @@ def _sockets_of(loop: asyncio.AbstractEventLoop) -> Iterator[int]:
 
 
 def _lead_nowhere(descriptors: Iterable[int]) -> None:
-    """Not closed: a number that is free is given to the next file, and closed there by whoever had it before. What is
-    sent there fails. It can be polled, since libuv aborts a process in which something cannot."""
+    """Replace descriptors by a socket without a peer. They are not closed: the next file would get a free number, and
+    the former owner would close that file. Sending fails. Polling works, since libuv aborts a process in which a
+    descriptor cannot be polled."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nothing:
         nothing.setblocking(False)
         for descriptor in descriptors:
@@ -280,7 +285,8 @@ def _lead_nowhere(descriptors: Iterable[int]) -> None:
 
 
 def _give_own_epoll(loop: asyncio.AbstractEventLoop) -> None:
-    """What is closed here would be taken out of the parent's, under the number that it has in both."""
+    """Give the child's loop an epoll of its own. In the shared one, closing a descriptor here would remove the parent's
+    registration, which has the same number."""
     with select.epoll() as own:
         for descriptor in _registered_with(loop):
             own.register(descriptor, 0)

@@ -1,6 +1,6 @@
-"""How keys and payloads are hashed in this process: by SHA-256, or by HMAC with the data key of its schema (R38, R39).
+"""How this process hashes keys and payloads: by SHA-256, or by HMAC with the data key of its schema (R38, R39).
 
-One process has one way, since a key that is hashed in two ways is two keys.
+A process hashes in one way only: a key that is hashed in two ways would count as two keys.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ SHORTEST: Final = 32  # characters
 
 
 class Hashing:
-    """The way of this process. It is SHA-256 until the settings say otherwise, which comes before the first hash. With
-    secrets there is no hash before a schema has been opened, which has the data key."""
+    """The hash method of this process: SHA-256, unless the settings have secrets. They must be set before the first
+    hash. With secrets, nothing can be hashed before a schema has been opened, since the schema stores the data key."""
 
     def __init__(self) -> None:
         self.secrets: tuple[bytes, ...] = ()
@@ -24,8 +24,8 @@ class Hashing:
         self._used = False
 
     def obey(self, listed: str | None) -> None:
-        """Secrets separated by commas, the newest first. From now on; without any nothing changes. Raises
-        ConfigurationError for others, or too late."""
+        """Use these secrets, separated by commas, the newest first. None changes nothing. Raises ConfigurationError if
+        the process has other secrets already, if one is too short, or if something was hashed before."""
         if listed is None:
             return
         texts = [text.strip() for text in listed.split(",")]
@@ -48,7 +48,7 @@ class Hashing:
         self.secrets = secrets
 
     def settle(self, data_key: bytes) -> None:
-        """What the schema that was opened hashes with. Raises ConfigurationError beside another one."""
+        """Hash with the data key of the opened schema. Raises ConfigurationError if another one is used already."""
         if self.data_key is not None and self.data_key != data_key:
             raise ConfigurationError(
                 "database: this process uses a schema already whose keys are hashed with another data key; beside "
@@ -57,8 +57,8 @@ class Hashing:
         self.data_key = data_key
 
     def digest(self, what: bytes, text: bytes) -> bytes:
-        """32 bytes. `what` keeps those of keys and of payloads apart, where there are secrets. Raises
-        ConfigurationError where they are set and no schema has been opened."""
+        """The hash, 32 bytes. With secrets, `what` keeps hashes of keys and hashes of payloads distinct. Raises
+        ConfigurationError if secrets are set and no schema has been opened."""
         if not self.secrets:
             self._used = True
             return sha256(text).digest()

@@ -1,7 +1,7 @@
-"""The log: what this package has to say, through the standard library's `logging`, as logger `idemconsumer`.
+"""The log: all events of this package, through the standard library's `logging`, as logger `idemconsumer`.
 
-So a program that embeds it gets every line in its own handlers: the event and its fields as the message, each field as
-an attribute of the record too. What may not be shown is taken out here, before any handler sees it (R13).
+So a program that embeds this package gets every line in its own handlers. The message is the event and its fields, and
+each field is also an attribute of the record. Secrets are removed here, before any handler sees the record (R13).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _OF_RECORDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "a
 
 
 class Fields(dict[str, Any]):
-    """What an event is about. As text: `name=value`, in one line."""
+    """The fields of an event. As text: `name=value` pairs in one line."""
 
     def __str__(self) -> str:
         return " ".join(f"{name}={_text(value)}" for name, value in self.items())
 
 
 class Log:
-    """Writes events of one logger; `bind` gives one that adds fields to each. A line below the logger's level costs a
-    look at that level."""
+    """Writes events to one logger; `bind` returns a Log that adds fields to each event. An event below the logger's
+    level costs one comparison."""
 
     __slots__ = ("_bound", "_logger")
 
@@ -62,7 +62,7 @@ class Log:
             self._write(level, event, fields)
 
     def _write(self, level: int, event: str, given: dict[str, object]) -> None:
-        """`exc_info` among the fields is an exception, and becomes the record's."""
+        """Write one record. `exc_info` among the fields must be an exception, and becomes the record's."""
         fields = Fields(self._bound | given)
         error = fields.pop("exc_info", None)
         for name, value in fields.items():
@@ -75,7 +75,7 @@ class Log:
             self._logger.name, level, code.co_filename, frame.f_lineno, text, args, raised, code.co_name
         )
         record.event = event
-        if isinstance(error, BaseException):  # what formatters print, instead of a text of their own
+        if isinstance(error, BaseException):  # formatters print this instead of formatting the traceback themselves
             record.exc_text = _printable(traceback_text(error, text=SHOWN.text))
         for name, value in fields.items():
             if name not in _OF_RECORDS:
@@ -93,13 +93,13 @@ def _shown(value: object) -> object:
 
 
 def _printable(text: str) -> str:
-    """What can be written anywhere, and steers no terminal."""
+    """The text without characters that cannot be written everywhere or that control a terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _text(value: object) -> str:
-    """As it is, if that is one word; else quoted."""
+    """Unchanged if it is one word; else quoted."""
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if not text or set(text) & set(' "=\n\t') else text

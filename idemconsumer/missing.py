@@ -1,4 +1,4 @@
-"""What is said of an import that fails: what, from where, and what to install (R46). A restart would not help."""
+"""The error for a failed import: what failed, where, and what to install (R46). A restart would not help."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ _EXTRAS: Final[Mapping[str, str]] = {
 
 
 def cannot_import(what: str, error: ImportError, where: str | None = None) -> ConfigurationError:
-    """`what` needs it. `where`: the place in the code; that of the import that failed unless given.
+    """The error for an import that `what` needs. `where`: the place in the code; by default the place of the failed
+    import.
 
-    What is installed may lack a part, or another package: that is said of this, not of what needs it."""
+    An installed package may itself lack a module, or need another package. The text then names that package, not
+    `what`.
+    """
     if where is None:
         frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<")]
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "while importing it"

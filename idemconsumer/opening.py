@@ -1,4 +1,4 @@
-"""What many callers share, opened by the first that needs it, and closed once (O36)."""
+"""Something that many callers share: the first caller that needs it opens it, and it is closed once (O36)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from idemconsumer.errors import Unavailable
 
 
 class Opening:
-    """One at a time opens what is shared. What is opened behind `close`, or beside it, nobody would close."""
+    """Lets one caller at a time open the shared thing, and none after `close`: nothing would close it again."""
 
     def __init__(self, error: type[Unavailable]) -> None:
         self._error = error
@@ -20,7 +20,8 @@ class Opening:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Raises `error` if it was closed before, or is closed meanwhile: the block is cancelled then."""
+        """Hold the turn to open. Raises `error` if `close` came before. If `close` comes meanwhile, the block is
+        cancelled and this raises `error`."""
         async with self._lock:
             self._refuse()
             try:
@@ -34,7 +35,7 @@ class Opening:
             self._refuse()  # a client may swallow a cancellation
 
     async def close(self) -> None:
-        """Returns once nothing is being opened any more: what is there now is all there will be."""
+        """Returns once no caller is opening anything; later ones are refused, so the set of opened things is final."""
         if self._under_way is not None and not self._closed:
             self._under_way.reschedule(asyncio.get_running_loop().time())
         self._closed = True

@@ -1,6 +1,6 @@
-"""What may be shown of an address and of an error, in logs, on the terminal, in dead letters and in histories.
+"""What may be shown of addresses and errors in logs, on the terminal, in dead letters and in histories.
 
-Never shown: passwords in addresses, and what Postgres quotes of rows and statements (R13).
+Never shown: passwords in addresses, and values that Postgres quotes from rows and statements (R13).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _HIDDEN: Final = "***"
 _MOST_TRACE: Final = 16_000  # characters
-# Up to the last @ and not the first /: a password that should have been percent-encoded may contain anything. The word
-# `password` stands in our own hints.
+# A password ends at the last @, not at the first /: if it was not percent-encoded, it may contain anything. The word
+# `password` is excepted because our own hints use it as a placeholder.
 _PASSWORD: Final = re.compile(r"(?<=://)([^\s:@]*:)(?!password@)\S*@")
 _TOKEN: Final = re.compile(r"(https?://)[^\s:@/]+@")
 _QUERY: Final = re.compile(
@@ -35,7 +35,7 @@ _MOST_STATEMENT: Final = 120  # characters
 
 @dataclass(slots=True)
 class Shown:
-    """What this process logs of errors, by its settings: what they say, or their types and places alone."""
+    """What this process logs of errors, by its settings: their texts too, or only their types and places."""
 
     text: bool = True
 
@@ -55,18 +55,18 @@ def redact(text: str) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """What an error says, redacted, without its type.
+    """The text of an error, redacted, without its type.
 
-    Of an error of the database, in one line: its primary message, SQLSTATE and the names of table, column and
-    constraint. Its CONTEXT, position and DETAIL quote values of rows and statements, and are left out. An error that
-    quotes one, as SQLAlchemy's do, is cut off there; not one of ours for operators, which quotes the primary message
-    alone, and goes on with what to do.
+    A database error becomes one line: the primary message, SQLSTATE, and the names of table, column and constraint. Its
+    CONTEXT, position and DETAIL are left out, since they quote values of rows and statements. If another error quotes a
+    database error, as SQLAlchemy's do, its text is cut off there. Errors of idemconsumer for operators are not cut off:
+    they quote only the primary message, and then say what to do.
     """
     if is_of_database(error):
         return redact(_database_text(error))
     try:
         text = str(error)
-    except BaseException:  # noqa: BLE001 - the user's own code (B18), and it is called while a failure is being recorded
+    except BaseException:  # noqa: BLE001 - user code (B18), called while a failure is being recorded
         return "its text cannot be shown"
     if isinstance(error, ConfigurationError | StoreUnavailable):
         return redact(text)
@@ -77,20 +77,21 @@ def error_text(error: BaseException) -> str:
 
 
 def without_values(statement: str) -> str:
-    """A statement in one line, up to the first text or comment in it, and without its numbers: these may be of rows."""
+    """A statement in one line, up to its first string literal or comment, and without its numbers, which may be
+    values."""
     said, *more = _QUOTED.split(statement, maxsplit=1)
     line = _NUMBER.sub("?", " ".join(said.split()))
     return f"{line[:_MOST_STATEMENT]}…" if more or len(line) > _MOST_STATEMENT else line
 
 
 def is_of_database(error: object) -> TypeGuard[psycopg.Error]:
-    """There is none where nobody has imported psycopg: a launcher does not wait for that before it starts a worker."""
+    """Whether this is an error of psycopg. False if that is not imported: a launcher starts workers without it."""
     driver = sys.modules.get("psycopg")
     return driver is not None and isinstance(error, driver.Error)
 
 
 def type_name(error: BaseException) -> str:
-    """As Python prints it in front of what the error says."""
+    """The type's name as Python prints it before the text of an error."""
     kind = type(error)
     return (
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
@@ -98,14 +99,14 @@ def type_name(error: BaseException) -> str:
 
 
 def typed_text(error: BaseException) -> str:
-    """`Type: what it says`, and the notes that were added to it."""
+    """`Type: text`, with the notes that were added to the error."""
     text = f"{type_name(error)}: {error_text(error)}".removesuffix(": ")
     return "\n".join([text, *(redact(str(note)) for note in getattr(error, "__notes__", ()))])
 
 
 def traceback_text(error: BaseException, *, text: bool = True) -> str:
-    """The traceback as Python prints it, with all that led to it; each error as `typed_text`, or only its type. Of a
-    long one the beginning and the end."""
+    """The traceback as Python prints it, with all causes and contexts. Each error is shown as `typed_text`, or only its
+    type. A long traceback is cut in the middle."""
     whole = redact("\n".join(_traceback(error, set(), typed_text if text else type_name)))
     half = _MOST_TRACE // 2
     return whole if len(whole) <= _MOST_TRACE else f"{whole[:half]}\n[…]\n{whole[-half:]}"
@@ -131,7 +132,7 @@ def _traceback(error: BaseException, seen: set[int], say: Callable[[BaseExceptio
 
 def _database_text(error: psycopg.Error) -> str:
     diagnosis = error.diag
-    if diagnosis.message_primary is None:  # from the driver, or of a connection that was never made, or has been lost
+    if diagnosis.message_primary is None:  # the driver's own, or of a connection not made or lost
         return " ".join(str(error).split())
     names = {
         "table": diagnosis.table_name,

@@ -23,14 +23,14 @@ PREFIX = "IDEMCONSUMER_"
 FORMATS: Final = ("auto", "json", "console")
 LEVELS: Final = ("debug", "info", "warning", "error")
 
-# Our own variables that are not settings: a parent passes them to its workers, or the demo or the tests use them.
+# Variables of ours that are not settings: set for workers by their parent, or used by the demo or the tests.
 _INTERNAL: Final = {"WORKER", "LIFELINE", "CHANNEL", "DEV", "DEMO_PAUSE", "TEST_CACHE", "TEST_DSN"}
 # Kubernetes and Docker put these into every container when a service is named idemconsumer or idemconsumer-….
 _OF_A_SERVICE: Final = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 _LEAST: Final = {
     "workers": 1, "concurrency": 1, "max_message_bytes": 1, "max_bytes_in_hand": 1, "redis_replicas": 0,
 }  # fmt: skip
-_MOST: Final = {"kafka_session_timeout": 1_000_000, "drain_timeout": 1_000_000}  # Kafka's protocol has milliseconds
+_MOST: Final = {"kafka_session_timeout": 1_000_000, "drain_timeout": 1_000_000}  # Kafka counts milliseconds in 32 bits
 _ABOVE_ZERO: Final = ("drain_timeout", "prune_every", "kafka_session_timeout")
 _CHOICES: Final = {
     "log_format": FORMATS,
@@ -180,7 +180,7 @@ def load(environ: Mapping[str, str] | None = None, directory: Path | None = None
 
 
 def log_format(flag: str | None, environ: Mapping[str, str] | None = None, directory: Path | None = None) -> str:
-    """The one that is asked for, also where other settings cannot be read; `auto` if it cannot be read itself."""
+    """The requested log format, even if other settings cannot be read; `auto` if this one cannot be read itself."""
     environ = os.environ if environ is None else environ
     given: object = flag or environ.get(f"{PREFIX}LOG_FORMAT")
     if not given:
@@ -190,7 +190,8 @@ def log_format(flag: str | None, environ: Mapping[str, str] | None = None, direc
 
 
 def _is_setting(variable: str, value: str) -> bool:
-    """That of a service is none, though it has such a name: one named idemconsumer-ops has an IDEMCONSUMER_OPS_PORT."""
+    """Whether a variable is meant as a setting. Variables of a Kubernetes service are not: a service named
+    idemconsumer-ops has an IDEMCONSUMER_OPS_PORT."""
     name = variable.removeprefix(PREFIX)
     of_a_service = _OF_A_SERVICE.fullmatch(name) is not None
     if of_a_service and value.startswith(("tcp://", "udp://")):
@@ -268,7 +269,8 @@ def _allowed(name: str) -> str:
 
 
 def _quoted(name: str, value: Any) -> str:
-    """The value as written, unless it may be an address or a password, as any field of text may."""
+    """The start of an error, with the value as written. The value of a free text field is left out, since it may be an
+    address or a password."""
     return "" if _KINDS[name] not in (bool, int, float) and name not in _CHOICES else f"{value!r} is not allowed; "
 
 

@@ -1,8 +1,8 @@
 """A SQLAlchemy session on a handler's own transaction: `pip install 'idemconsumer[sqlalchemy]'`.
 
-SQLAlchemy believes that it has a connection of its own, and begins and ends transactions on it. What it has is
-`tx.connection` without an end of the transaction (J23): savepoints and statements pass, COMMIT is refused, and a
-rollback of the whole is not sent but makes sure that the engine does not commit.
+SQLAlchemy expects a connection of its own, on which it begins and ends transactions. It gets `tx.connection` wrapped so
+that it cannot end the transaction (J23): savepoints and statements pass, COMMIT is refused, and a full rollback is not
+sent but prevents the engine from committing.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ async def session(tx: Tx) -> AsyncIterator[AsyncSession]:
         raise
     finally:
         given.end()
-        with suppress(IllegalStateChangeError):  # a task uses it still; the engine names it (J19)
+        with suppress(IllegalStateChangeError):  # a task still uses it; the engine reports that task (J19)
             await db.close()
 
 
 class _Given:
-    """`tx.connection` as SQLAlchemy's dialect has it: nothing that ends the transaction reaches the server (J23)."""
+    """`tx.connection` as SQLAlchemy's dialect sees it. Nothing that ends the transaction reaches the server (J23)."""
 
     def __init__(self, tx: PostgresTx) -> None:
         self._tx = tx
@@ -99,7 +99,7 @@ class _Given:
 
     def cursor(self, name: str = "") -> Any:
         self.check()
-        return self._connection.cursor(name, row_factory=tuple_row)  # the handler may have set another
+        return self._connection.cursor(name, row_factory=tuple_row)  # the handler may have set another row factory
 
     async def commit(self) -> NoReturn:
         raise HandlerFault(_COMMIT)
@@ -111,7 +111,7 @@ class _Given:
         self.give_up()
 
     def give_up(self) -> None:
-        """SQLAlchemy holds for undone what the server has not undone: it must never be committed."""
+        """SQLAlchemy takes for undone what the server has not undone, so the transaction must never be committed."""
         if not self._over:
             self._given_up = True
             self._tx.spoil(_GIVEN_UP)
@@ -121,7 +121,7 @@ class _Given:
 
 
 class _Session(Session):
-    """Refuses at once what would otherwise be refused within a flush."""
+    """Refuses a forbidden use at once, instead of in the middle of a flush."""
 
     def __init__(self, *arguments: Any, given: _Given, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -140,23 +140,23 @@ class _Session(Session):
 
 
 class _Dialect(PGDialectAsync_psycopg, Everybodys):
-    """The driver's, with all that SQLAlchemy learns about types."""
+    """The driver's dialect, with everything that SQLAlchemy learns about types."""
 
-    supports_statement_cache = True  # said anew by each dialect; without it nothing is compiled only once
+    supports_statement_cache = True  # each dialect must set this itself; without it no compiled statement is cached
 
 
 _DIALECT: Final[Any] = _Dialect  # untyped
 
 
 class _Compiled(util.LRUCache[Any, Any], Everybodys):
-    """Statements as they were compiled."""
+    """The cache of compiled statements."""
 
 
 class _Known:
-    """What SQLAlchemy knows of a server and has compiled for it: too dear to be learned again for each message."""
+    """What SQLAlchemy knows of a server and has compiled for it: too slow to learn again for each message."""
 
     def __init__(self) -> None:
-        # hstore is read from its text, since the driver's way of it is registered for each connection anew.
+        # hstore is parsed from its text, since the driver's way must be registered again for each connection.
         self.dialect = _DIALECT(dbapi=_DIALECT.import_dbapi(), use_native_hstore=False)
         self.compiled: Any = _Compiled(500)
 

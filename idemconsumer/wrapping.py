@@ -1,7 +1,7 @@
-"""The key with which a schema hashes, wrapped by a secret, as it is stored (R39).
+"""The data key with which a schema hashes, wrapped by a secret for storage (R39).
 
-Encrypt, then MAC, from HMAC-SHA256 alone: what is wrapped is as long as one HMAC, so one HMAC of a random nonce is its
-pad. Pad and tag have keys of their own, each derived from the secret.
+Encrypt-then-MAC from HMAC-SHA256 alone. The data key is as long as one HMAC, so the HMAC of a random nonce serves as
+its pad. Pad and tag have separate keys, each derived from the secret.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from hashlib import sha256
 from secrets import token_bytes
 from typing import Final
 
-_LENGTH: Final = 32  # bytes, of one HMAC-SHA256
+_LENGTH: Final = 32  # bytes, the size of one HMAC-SHA256
 _NONCE: Final = 16
 
 
 def new_key() -> bytes:
-    """A random one."""
+    """A random data key."""
     return token_bytes(_LENGTH)
 
 
 def wrap(secret: bytes, key: bytes) -> bytes:
-    """80 bytes, other ones each time. The secret must be one that nobody can guess."""
+    """The wrapped key: 80 bytes, different at each call. The secret must not be guessable."""
     nonce = token_bytes(_NONCE)
     hidden = _padded(secret, nonce, key)
     return nonce + hidden + _tag(secret, nonce + hidden)
 
 
 def unwrap(secret: bytes, wrapped: bytes) -> bytes | None:
-    """The key. None: another secret has wrapped it, or it was changed."""
+    """The key; None if another secret has wrapped it, or if it was changed."""
     sealed, tag = wrapped[:-_LENGTH], wrapped[-_LENGTH:]
     if len(wrapped) != _NONCE + 2 * _LENGTH or not hmac.compare_digest(_tag(secret, sealed), tag):
         return None

@@ -1,4 +1,4 @@
-"""What a person can inspect and decide: dead letters and sagas.
+"""Queries and decisions of people about dead letters, sagas, keys and workers.
 
 For the command line and for dashboards. Runs no handler.
 """

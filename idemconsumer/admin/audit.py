@@ -1,4 +1,4 @@
-"""Who decided what (O16): written in the transaction that does it."""
+"""The audit: who decided what (O16), written in the transaction that carries the decision out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from idemconsumer.stores.claims import PostgresClaims
 
 
 class Trace:
-    """One row for what takes several transactions. It says how far they came, also if the rest of them never begin.
+    """One audit row for a decision that takes several transactions. It always says how far they came, even if the rest
+    never run.
 
-    `target` never quotes a key or an error, which may be personal.
+    `target` never quotes a key or an error, which may be personal data.
     """
 
     def __init__(self, by: str, what: str) -> None:
@@ -22,27 +23,27 @@ class Trace:
         self._id: int | None = None
 
     async def write(self, send: Sender, target: str) -> None:
-        """In the caller's transaction."""
+        """Write or update the row, in the caller's transaction."""
         name = "note_decision" if self._id is None else "note_progress"
         (row,) = await send(name, **self._given, id=self._id, target=target)
         self._id = row["id"]
 
 
 async def note_saga(claims: PostgresClaims, key: bytes, by: str, what: str, detail: str | None) -> None:
-    """In the transaction that decides."""
+    """Write a decision about a saga to the audit, in the transaction that carries it out."""
     target = f"saga {key.hex()[:12]}{'' if detail is None else f', {detail}'}"
     await claims.send("note_decision", {"by": by, "what": what, "target": target})
 
 
 def counted(count: int, things: str, **chosen: str | None) -> str:
-    """`3 dead letters, reason undecodable`."""
+    """A target such as `3 dead letters, reason undecodable`."""
     return ", ".join([f"{count} {things}", *(f"{name} {value}" for name, value in chosen.items() if value is not None)])
 
 
 def user() -> str:
-    """Who decides, where nobody is named: the account and the machine of this process."""
+    """The default for who decides: the account and the machine of this process."""
     try:
         user = getpass.getuser()
-    except (OSError, KeyError):  # a container's user may have no name
+    except (OSError, KeyError):  # the user of a container may have no name
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"

@@ -1,4 +1,4 @@
-"""The workers on record (O13), and what a person may want of them: pause, resume, drain (O14 to O16)."""
+"""The recorded workers (O13), and what a person can ask of them: pause, resume, drain (O14 to O16)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from idemconsumer.message import keys
 from idemconsumer.ports.broker import Lag
 from idemconsumer.rules.held_up import Condition
 
-LOST: Final = 45.0  # seconds without a sign of life; a worker gives one every twelve
+LOST: Final = 45.0  # seconds without a heartbeat; a worker sends one every twelve
 UNRECORDED: Final = "unrecorded"
 
 Name: TypeAlias = tuple[str, str]  # app and handler
 
 
 class Doing(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of one of its handlers. `queues`: those in Postgres that are the handler's own. `lag`: by
-    source, as far as the worker knows it. `paused`: it has noticed that. `running`: lanes that run something; `relays`:
-    schemes to which it relays the outbox; `outcomes`: of deliveries, since the worker began; `conditions`: what
-    holds it up (O34)."""
+    """A worker's report about one of its handlers.
+
+    `queues`: the handler's own queues in Postgres. `lag`: by source, as far as the worker knows it. `paused`: the
+    worker has noticed a pause. `running`: lanes that run something; `relays`: schemes to which it relays the outbox;
+    `outcomes`: of deliveries, since the worker started; `conditions`: what holds the handler up (O34).
+    """
 
     sources: list[str] = []
     queues: list[str] = []
@@ -37,9 +39,12 @@ class Doing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker process. `state`: running; draining; `lost`, if it gave no sign of life for 45 s; or `unrecorded`, if
-    only its lease is known: a program that runs sagas itself, and `id` is None. `unseen`: seconds since the last sign;
-    `place`: which of its launcher's workers it is. Times are the database's."""
+    """One worker process. Times are the database's.
+
+    `state`: `running`; `draining`; `lost`, after 45 s without a heartbeat; or `unrecorded`, if only its lease is known:
+    a program that runs sagas itself, whose `id` is None. `unseen`: seconds since the last heartbeat; `place`: its
+    number among its launcher's workers.
+    """
 
     id: int | None
     app: str
@@ -60,13 +65,13 @@ class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Controls:
-    """Of one schema, with a new connection for each call. Raises like `Admin`."""
+    """Queries and decisions about the workers of one schema, with a new connection for each call. Raises as `Admin`."""
 
     def __init__(self, dsn: str, schema: str) -> None:
         self._sql = Statements(dsn, schema)
 
     async def workers(self, app: str | None = None) -> list[WorkerLine]:
-        """Those on record, and leases of sagas that belong to none of these."""
+        """The recorded workers, and the leases of sagas that belong to none of them."""
         recorded = [
             WorkerLine(**row | {"handlers": msgspec.json.decode(row["handlers"], type=dict[str, Doing])})
             for row in await self._sql.rows("processes", app=app, lost=LOST)
@@ -79,29 +84,29 @@ class Controls:
         ]
 
     async def paused(self, app: str | None = None) -> list[NamedRow]:
-        """Handlers that are paused: `paused_handlers` in `sql/control.sql`."""
+        """The handlers that are paused: `paused_handlers` in `sql/control.sql`."""
         return await self._sql.rows("paused_handlers", app=app)
 
     async def audit(self, limit: int = 50) -> list[NamedRow]:
-        """What somebody decided, the newest first: `audit` in `sql/control.sql`."""
+        """The decisions of people, newest first: `audit` in `sql/control.sql`."""
         return await self._sql.rows("audit", limit=limit)
 
     async def pause(self, app: str, handler: str, *, by: str, reason: str | None = None) -> bool:
-        """Nothing of the handler is fetched or begun any more, from about a second later on (O14). Returns whether it
-        was not paused already; then who has paused it, and why, stays."""
+        """Stop workers from fetching or beginning anything for the handler, within about a second (O14). Returns False
+        if it was paused already; then the earlier `by` and `reason` stay."""
         return await self._change("pause_handler", app=app, handler=handler, by=by, reason=reason)
 
     async def resume(self, app: str, handler: str, *, by: str, reason: str | None = None) -> bool:
-        """Returns whether it was paused."""
+        """End the pause. Returns whether the handler was paused."""
         return await self._change("resume_handler", app=app, handler=handler, by=by, reason=reason)
 
     async def running(self, app: str, handler: str) -> list[WorkerLine]:
-        """Workers on record, and leases, that have this handler."""
+        """The recorded workers, and the leases, that have this handler."""
         return [line for line in await self.workers(app) if handler in line.handlers]
 
     async def drain(self, worker: int, *, by: str, reason: str | None = None) -> bool:
-        """The worker with this id finishes what runs and leaves, and no other one takes its place (O15). Returns
-        whether it was not asked already. Raises ConfigurationError where no such worker lives."""
+        """Have the worker with this id finish its runs and exit; no other worker takes its place (O15). Returns False
+        if that was requested before. Raises ConfigurationError if there is no such live worker."""
         lines = {line.id: line for line in await self.workers() if line.live}
         if worker not in lines:
             known = ", ".join(str(each) for each in lines) or "none"
@@ -111,19 +116,19 @@ class Controls:
         return await self._change("drain_process", id=worker, by=by, reason=reason)
 
     async def note_reload(self, target: str, *, by: str) -> None:
-        """A launcher was told to start its workers again (O17)."""
+        """Record that a launcher was asked to restart its workers (O17)."""
         async with self._sql.changing() as send:
             await send("note_decision", by=by, what="reload", target=target)
 
     async def known(self) -> set[Name]:
-        """App and name of each handler that a worker on record has, or that has records."""
+        """App and name of each handler that a recorded worker runs, or that has records."""
         scopes = [keys.parts_of(row["name"]) for row in await self._sql.rows("scopes")]
         return {(app, name) for app, _, name in scopes} | {
             (line.app, name) for line in await self.workers() for name in line.handlers
         }
 
     async def app_of(self, handler: str) -> str:
-        """The one app that has a handler of this name, as far as the database knows. Raises ConfigurationError."""
+        """The one app with this handler, as far as is known. Raises ConfigurationError unless there is exactly one."""
         apps = {app for app, name in await self.known() if name == handler}
         apps |= {each.app for each in await self.paused() if each.handler == handler}
         if len(apps) == 1:
@@ -143,7 +148,7 @@ class Controls:
 
 
 def _unrecorded(name: str, runs: str) -> list[WorkerLine]:
-    """What is known of a process by its lease: a line for each app."""
+    """The lines, one per app, for a process of which only a lease is known."""
     host, _, pid = name.rpartition(":")
     apps: dict[str, dict[str, Doing]] = {}
     for each in msgspec.json.decode(runs):

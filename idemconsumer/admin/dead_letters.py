@@ -1,4 +1,4 @@
-"""Queries about dead letters and what is not due yet, for the command line and for dashboards."""
+"""Queries about dead letters and about messages that are not due yet, for the command line and for dashboards."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from idemconsumer.message.message import Message
 from idemconsumer.rules.request_keys import UNNAMED, asked_keys, is_unnamed
 from idemconsumer.stores.agreed_hashing import may_hash
 
-_PAGE = 500  # letters of one statement
-_WHOLE = 50  # with their bodies
+_PAGE = 500  # dead letters per statement
+_WHOLE = 50  # dead letters per statement that reads bodies
 
 
 class Which(msgspec.Struct, frozen=True, kw_only=True):
-    """Which dead letters: those for which all that is given here holds.
+    """Chooses the dead letters that match everything given here.
 
-    `error` is a part of the error's text; `since`: they last arrived at most so many seconds ago, and `until`: at least
-    so many. `keys` are stored
-    keys (`Admin.stored_keys`), and `prefix` hexadecimal digits that a stored key begins with. With `redriven` also
-    those that were redriven, and have not failed again.
+    `error` is a part of the error's text. `since`: the last arrival was at most so many seconds ago; `until`: at least
+    so many. `keys` are stored keys (`Admin.stored_keys`); `prefix` is hexadecimal digits with which a stored key
+    begins. With `redriven`, dead letters that were redriven and have not failed again are included.
     """
 
     handler: str | None = None
@@ -46,7 +45,7 @@ class Which(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def params(self) -> dict[str, Any]:
-        """Of the statements that choose letters. Raises ConfigurationError for a prefix that is none."""
+        """The parameters of the statements that choose dead letters. Raises ConfigurationError for a wrong prefix."""
         low, high = (None, None) if self.prefix is None else key_range(self.prefix)
         app, tenant, _ = keys.scope_name(self.app or "", self.tenant, "").split("/")
         scope = {"app": self.app and app, "tenant": self.tenant and tenant}
@@ -55,7 +54,7 @@ class Which(msgspec.Struct, frozen=True, kw_only=True):
         return given | {name: None if given[name] is None else list(given[name]) for name in ("keys", "ids")}
 
     def counted(self, letters: int) -> str:
-        """For the audit."""
+        """The text for the audit."""
         return counted(letters, "dead letters", app=self.app, handler=self.handler, reason=self.reason)
 
 
@@ -63,14 +62,14 @@ ALL: Final = Which()
 
 
 class DeadLetterDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """A dead letter in full, with all that its broker gave.
+    """A dead letter in full, with everything that its broker delivered. Times are the database's.
 
-    `arrivals` counts deliveries, the first included; times are the database's. `redriven_at`: when it was redriven,
-    unless it has failed again since. `forwarded_at`: when it was sent to where its handler's `dead_letter_to` says,
-    since it was written last. `traceback` is that of the exception, None where there was none, or a worker of version
-    0.0 wrote the letter. `key` is the stored digest, None if the message had no key. `body` is the first
-    `max_message_bytes` of a body of `body_size` bytes; `body_sha256` is of the whole. `headers` are in their order,
-    repeated ones too. `emptied_at`: when all that was dropped, since its handler has a `retain_dead_body`.
+    `arrivals` counts deliveries, including the first. `redriven_at`: when it was redriven, unless it has failed again
+    since. `forwarded_at`: when it was forwarded to its handler's `dead_letter_to`, after it was last written.
+    `traceback` is that of the exception; None if there was no exception, or if a worker of version 0.0 wrote the dead
+    letter. `key` is the stored digest; None if the message had no key. `body` is the first `max_message_bytes` of a
+    body of `body_size` bytes; `body_sha256` is of the whole body. `headers` are in their order, with repeated ones.
+    `emptied_at`: when the body and the other contents were dropped, because its handler has a `retain_dead_body`.
     """
 
     id: int
@@ -106,10 +105,10 @@ class DeadLetterDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Redrive(msgspec.Struct, frozen=True, kw_only=True):
-    """One time that a letter, or another one of its key, was redriven: in which run, by whom and when.
+    """One redrive of a dead letter, or of another dead letter of its key: in which run, by whom and when.
 
-    `outcome`: `waiting`; `applied`; `rejected`, by its handler; `dead`, so it is a letter again; or `settled`, which is
-    all that is known where the letter has no key, unless it is a letter again.
+    `outcome`: `waiting`; `applied`; `rejected`, by its handler; `dead`: it is a dead letter again; or `settled`: the
+    dead letter has no key, so nothing more is known, unless it is a dead letter again.
     """
 
     id: int
@@ -122,7 +121,7 @@ class Redrive(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admin:
-    """Reads one schema, with a new connection for each call.
+    """Queries about one schema, and deletion of dead letters, with a new connection for each call.
 
     Raises StoreUnavailable, or ConfigurationError if the schema is not migrated.
     """
@@ -132,17 +131,17 @@ class Admin:
         self._slow = Statements(dsn, schema, patience=PATIENCE)
 
     async def dead_letters(self, which: Which = ALL, *, before: int | None = None, limit: int = 50) -> list[NamedRow]:
-        """Newest first, at most `limit`; of those with lower ids than `before`, if that is given. What a list shows of
-        a `DeadLetterDetail`."""
+        """Dead letters, newest first, at most `limit`; with `before`, only those with lower ids. The rows have the
+        columns of a list: fewer than `DeadLetterDetail`."""
         return await self._sql.rows("dead_list", **which.params, before=before, limit=limit)
 
     async def dead_letter(self, number: int) -> DeadLetterDetail | None:
-        """The one with this id, or None."""
+        """The dead letter with this id, or None."""
         which = Which(ids=[number], redriven=True)
         return next(map(_detail, await self._sql.rows("dead_show", **which.params, before=None, limit=1)), None)
 
     async def export(self, which: Which = ALL) -> AsyncIterator[DeadLetterDetail]:
-        """All of them in full, newest first, read page by page."""
+        """All chosen dead letters in full, newest first, read page by page."""
         before: int | None = None
         async with self._slow.sending() as send:
             while page := await send("dead_show", **which.params, before=before, limit=_WHOLE):
@@ -151,7 +150,7 @@ class Admin:
                     yield _detail(row)
 
     async def causes(self, which: Which = ALL, *, by_tenant: bool = False) -> list[NamedRow]:
-        """The most frequent first, of each app and tenant if that is asked for: `dead_groups` in `sql/admin.sql`."""
+        """Causes, the most frequent first; with `by_tenant`, per app and tenant: `dead_groups` in `sql/admin.sql`."""
         found = []
         for row in await self._slow.rows("dead_groups", **which.params, by_tenant=by_tenant):
             app, tenant = (None, None) if (scope := row.pop("scope")) is None else keys.parts_of(scope)[:2]
@@ -159,16 +158,18 @@ class Admin:
         return found
 
     async def redrives(self, letter: DeadLetterDetail) -> list[Redrive]:
-        """Of this letter, and of others with its key, oldest first."""
+        """The redrives of this dead letter, and of others with its key, oldest first."""
         return await self._sql.values(Redrive, "dead_redrives", letter=letter.id, key=letter.key)
 
     async def stored_keys(
         self, handler: str, key: str, *, tenant: str | None = None, app: str | None = None
     ) -> list[bytes]:
-        """Under which the text `key` is stored, in each app and tenant that has a handler or a route of this name. Of a
-        request `handler` may also be its method and path, as its client has sent them.
-        `app`: only its, also where nothing in the database names a scope of it. Raises ConfigurationError for the
-        name of what has no keys of its own, such as `POST *`."""
+        """The digests under which the text `key` is stored, in each app and tenant that has a handler or a route of
+        this name. For a request, `handler` may also be the method and path that its client sent.
+
+        `app`: only that app, even if the database has no scope of it. Raises ConfigurationError for a name that has no
+        keys of its own, such as `POST *`.
+        """
         if is_unnamed(handler):
             method = handler.partition(" ")[0]
             raise ConfigurationError(
@@ -185,13 +186,13 @@ class Admin:
         return asked_keys(scopes, handler, key, tenant)
 
     async def count(self, which: Which = ALL) -> tuple[int, int]:
-        """How many, and how many of them are those of sagas that wait for a person."""
+        """How many dead letters are chosen, and how many of these belong to sagas that wait for a person."""
         (row,) = await self._slow.rows("count_chosen", **which.params)
         return row["letters"], row["of_sagas"]
 
     async def discard(self, which: Which, progress: Callable[[int], None] = lambda _: None, *, by: str) -> int:
-        """Delete them, page by page, and return how many that were. Their keys stay DEAD, so their messages do not run
-        when they come again. Not those of sagas that wait for a person."""
+        """Delete the chosen dead letters, page by page, and return their number. Their keys stay DEAD, so their
+        messages do not run when they come again. Dead letters of sagas that wait for a person are not deleted."""
         discarded, after, trace = 0, 0, Trace(by, "discard")
         async with self._slow.sending() as send:
             ((last,),) = [row.values() for row in await send("dead_last")]
@@ -206,17 +207,17 @@ class Admin:
         return discarded
 
     async def delayed(self) -> list[NamedRow]:
-        """By queue: `delayed` in `sql/admin.sql`."""
+        """Messages that are not due yet, by queue: `delayed` in `sql/admin.sql`."""
         return await self._sql.rows("delayed")
 
     async def unforwarded(self, app: str) -> list[NamedRow]:
-        """By handler: `unforwarded` in `sql/admin.sql`."""
+        """Dead letters that wait to be forwarded, by handler: `unforwarded` in `sql/admin.sql`."""
         return await self._sql.rows("unforwarded", scopes=keys.scopes_of(app))
 
 
 async def unknown_handler(dsn: str, schema: str, handler: str) -> str | None:
-    """What to say of a handler's name under which nothing is stored; None if something is, or
-    nothing at all. Raises like `Admin`."""
+    """A text for a handler's name under which nothing is stored. None if something is stored under it, or if nothing is
+    stored at all. Raises like `Admin`."""
     known = sorted({keys.parts_of(row["name"])[2] for row in await Statements(dsn, schema).rows("scopes")})
     if handler in known or not known:
         return None
@@ -241,7 +242,7 @@ def key_range(prefix: str) -> tuple[bytes, bytes]:
 
 
 def only(found: Sequence[bytes], what: str, things: str = "keys", more: str = "") -> bytes:
-    """The one key that is meant. Raises ConfigurationError for several."""
+    """The only key in `found`. Raises ConfigurationError if there are several."""
     if len(found) > 1:
         several = ", ".join(each.hex()[:16] for each in found)
         raise ConfigurationError(f"{what} matches several {things}: {several}…; write more digits{more}")

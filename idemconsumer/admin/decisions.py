@@ -1,4 +1,4 @@
-"""What is decided about sagas and keys, in transactions of the store: with its guard, seal and checked COMMIT."""
+"""Decisions about sagas and keys, in transactions of the store: with its guard, seal and checked COMMIT."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from idemconsumer.stores.agreed_hashing import settle_hashing
 from idemconsumer.stores.claims import PostgresClaims, transaction
 from idemconsumer.stores.pool import Pool
 
-_LONGEST: Final = 30.0  # seconds; it runs no handler, and waits for a lock no longer than any claim does
+_LONGEST: Final = 30.0  # seconds; no handler runs, and the wait for a lock is no longer than a claim's
 _STATEMENTS: Final = {
     (StepState.INTENT, True): ("decide_done", "done"),
     (StepState.INTENT, False): ("decide_not_done", "not done"),
@@ -31,7 +31,7 @@ _STATEMENTS: Final = {
 
 
 class Deciding:
-    """Of one schema. Calls at the same time share a few connections, and none is kept (L57)."""
+    """Transactions for decisions in one schema. Concurrent calls share a few connections; none is kept open (L57)."""
 
     def __init__(self, dsn: str, schema: str) -> None:
         self._dsn = dsn
@@ -40,19 +40,19 @@ class Deciding:
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[PostgresClaims]:
-        """One that has begun, and that the caller completes. Raises StoreUnavailable, also while others hold a lock,
-        and ConfigurationError when the schema is not migrated."""
+        """A transaction that has begun; the caller completes it. Raises StoreUnavailable, also if another transaction
+        holds a lock for too long, and ConfigurationError if the schema is not migrated."""
         async with self._pools.one() as pool:
             try:
                 with in_words(self._schema):
                     async with transaction(pool, group=1) as claims:
                         await claims.begin()
                         yield claims
-            except Contention as error:  # a rival holds a lock: nothing was written, so it can be done again
+            except Contention as error:  # a rival holds a lock: nothing was written, so the call can be repeated
                 raise StoreUnavailable(str(error)) from error
 
     async def _pool(self) -> Pool:
-        """Of one connection, for one caller at a time."""
+        """A pool of one connection, for one caller at a time."""
         pool = Pool(self._dsn, self._schema, connections=1, longest_run=_LONGEST)
         await pool.open()
         try:
@@ -71,9 +71,9 @@ class Cancellation(msgspec.Struct, frozen=True, kw_only=True):
     * `state`: the state of its record before this request. None means that there is no record: the saga has not begun,
       is pruned, or its key is another one.
 
-    If it is not accepted, nothing was changed, and `state` says why. COMPLETED and FAILED: the end came first. UNDOING:
-    the saga is being undone already, for another reason. DEAD: it became a dead letter while it was being undone, and a
-    person decides.
+    If it is not accepted, nothing was changed, and `state` says why. COMPLETED and FAILED: the saga had ended before
+    the request. UNDOING: the saga is being undone already, for another reason. DEAD: it became a dead letter while it
+    was being undone, and a person decides.
     """
 
     accepted: bool
@@ -82,10 +82,10 @@ class Cancellation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def request_cancel(claims: PostgresClaims, key: bytes, *, undo: bool, by: str | None) -> Cancellation:
-    """Cancel a saga that has not ended (L50). In a transaction that has begun, and that the caller completes. `by`: the
-    person who decides, if one does.
+    """Cancel a saga that has not ended (L50), in a transaction that has begun and that the caller completes. `by`: the
+    person who decides, or None.
 
-    The saga's row is locked first, as by a completion, so that one of the two comes first.
+    The saga's row is locked first, as a completion does, so that either the cancellation or the completion comes first.
     """
     if not await claims.send("lock_saga", {"key": key}):
         return await _ended(claims, key)
@@ -103,7 +103,7 @@ async def request_cancel(claims: PostgresClaims, key: bytes, *, undo: bool, by: 
     if requested is None:
         await claims.send("note", {"key": key, "what": "to be cancelled", "detail": detail})
         await claims.send("request_cancel", {"key": key, "undo": undo})
-    if not held:  # also one that was put aside since: any worker that can is to go on with it
+    if not held:  # this includes a parked saga, which any capable worker may now continue
         await claims.send("forget_dead", {"key": key})
         await set_free(claims, key, State.PROCESSING)
     return Cancellation(accepted=True, state=State.PROCESSING if parked is None else State.DEAD, undo=undone)
@@ -123,10 +123,10 @@ def _is_cancellation(rejection: bytes | None) -> bool:
 async def decide(
     claims: PostgresClaims, key: bytes, step: str, answer: Done[Any] | NotDone, attempt: int | None, by: str | None
 ) -> None:
-    """Answer for a call of unknown outcome (L52), in a transaction that holds the saga's row, and that the caller
-    completes. `answer` is about the undo, if that is what was begun. Raises ConfigurationError when that step has no
-    call of unknown outcome, or another `attempt` of it is open, and TypeError when the result is not JSON. `by`: the
-    person who decides, if one does."""
+    """Answer for a call of unknown outcome (L52), in a transaction that holds the saga's row and that the caller
+    completes. If the undo of the call was begun, `answer` is about the undo. `by`: the person who decides, or None.
+    Raises ConfigurationError if that step has no call of unknown outcome, or if another `attempt` of it is open, and
+    TypeError if the result is not JSON."""
     rows = await claims.send("open_calls", {"key": key})
     open_calls = {name: (StepState(state), begun) for name, state, begun in rows}
     state, begun = open_calls.get(step, (None, 0))
@@ -155,7 +155,7 @@ async def decide(
 async def set_free(
     claims: PostgresClaims, key: bytes, state: State, *, version: str | None = None, rejection: bytes | None = None
 ) -> None:
-    """Nobody holds the saga, and it is due now, in this phase and with all its attempts again."""
+    """Release the saga from its owner, and make it due now, in this phase and with all its attempts again."""
     params = {"key": key, "state": int(state), "version": version, "rejection": rejection}
     await claims.send("resume_saga", params)
     await claims.send("set_record", {"key": key, "state": int(state)})

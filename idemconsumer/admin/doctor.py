@@ -1,4 +1,4 @@
-"""What is wrong, or will be, as far as the database can tell; and what to do about it. Reads only."""
+"""Present and future problems, as far as the database shows them, and what to do about each. Reads only."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from idemconsumer.rules.request_keys import is_route
 from idemconsumer.stores import migrations
 from idemconsumer.stores.agreed_hashing import learn_hashing
 
-LONG: Final = 300.0  # seconds that a transaction may be open
+LONG: Final = 300.0  # seconds; a transaction that is open for longer is reported
 _OVERDUE: Final = 60.0  # seconds
 _NOT_VACUUMED: Final = 600.0  # seconds
 _DEAD: Final = 10_000  # rows
 _LARGE: Final = 16 * 1024 * 1024  # bytes
-_TIMES: Final = 3  # as large as its rows
+_TIMES: Final = 3  # a table that is this many times as large as its rows is reported
 _UNPRUNED: Final = 172_800.0  # seconds
 _TO_DO: Final[Mapping[HeldUp, str]] = {
     HeldUp.PAUSED: "`idemconsumer resume {handler} --app {app}` lets it go on",
@@ -39,8 +39,8 @@ _TO_DO: Final[Mapping[HeldUp, str]] = {
 
 
 async def diagnose(dsn: str, schema: str, app: str | None = None, sagas: Sagas | None = None) -> list[Finding]:
-    """Of all apps in the schema, or of one; of the server in any case. `sagas` as in `find_orphans`. Raises
-    StoreUnavailable, and ConfigurationError when the schema is not migrated."""
+    """The findings about all apps in the schema, or about one, and in any case about the server. `sagas` as in
+    `find_orphans`. Raises StoreUnavailable, and ConfigurationError if the schema is not migrated."""
     found = await status(dsn, schema, app)
     orphans = await find_orphans(dsn, schema, app or "", sagas or {})
     async with Statements(dsn, schema).sending() as send:
@@ -63,7 +63,7 @@ async def diagnose(dsn: str, schema: str, app: str | None = None, sagas: Sagas |
 
 
 async def pending(dsn: str, schema: str) -> list[Finding]:
-    """Whether a schema that is there lacks migrations of this version. Raises like `diagnose`."""
+    """Whether an existing schema lacks migrations of this version. Raises like `diagnose`."""
     known = await asyncio.to_thread(migrations.status, dsn, schema)
     lacking = [str(each) for each in known if each.pending]
     if not lacking or len(lacking) == len(known):
@@ -107,7 +107,7 @@ def _workers(workers: Sequence[WorkerLine]) -> Iterator[Finding]:
 
 
 async def _left(send: Sender, app: str | None) -> AsyncIterator[Finding]:
-    """What processes that are gone have left."""
+    """Leases, sagas, requests and the like that lost processes have left."""
     for row in await send("stale_leases", most=MOST):
         over = "is unknown" if row.seconds is None else f"ended {row.seconds:.0f} s ago"
         yield _warning(
@@ -198,7 +198,7 @@ def _outbox(found: Status) -> Iterator[Finding]:
 
 
 async def _server(send: Sender) -> AsyncIterator[Finding]:
-    """What grows, or cannot shrink."""
+    """What grows in the database server, or cannot shrink."""
     for row in await send("old_transactions", seconds=LONG):
         prepared = row.state == "prepared"
         end = f"ROLLBACK PREPARED {row.who}" if prepared else f"SELECT pg_terminate_backend({row.who})"
@@ -232,7 +232,7 @@ async def _server(send: Sender) -> AsyncIterator[Finding]:
 
 
 def _scopes(names: Sequence[str], found: Status, app: str | None) -> Iterator[Finding]:
-    """Records of a handler that is gone: they go by their retention, and only their name stays."""
+    """Handlers that have records but no worker. Their records are deleted after their retention; their name stays."""
     read = {queue for each in found.handlers for queue in each.queues}
     stored = {(of, handler) for of, _, handler in map(keys.parts_of, names)}
     for of, handler in sorted(stored):
@@ -245,7 +245,7 @@ def _scopes(names: Sequence[str], found: Status, app: str | None) -> Iterator[Fi
 
 
 async def examine_secrets(dsn: str, schema: str) -> list[Finding]:
-    """Whether `key_secrets` are those of the schema, and whether some of them can go (R39). Raises like `Admin`."""
+    """Whether `key_secrets` are those of the schema, and whether some can be removed (R39). Raises like `Admin`."""
     rows = await Statements(dsn, schema).rows("hashing")
     if not rows:
         return []
@@ -263,7 +263,7 @@ async def examine_secrets(dsn: str, schema: str) -> list[Finding]:
 
 
 def _secrets(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Who watches needs no secret, and is not told that it has none."""
+    """The findings about `key_secrets`, `ok` as `note`. A process without secrets only watches and gets none."""
     for each in findings:
         yield Finding("note" if each.level == "ok" else each.level, each.subject, each.text)
 

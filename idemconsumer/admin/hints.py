@@ -1,4 +1,4 @@
-"""What a person can do about a message or a saga that was put aside."""
+"""What a person can do about a dead letter, or about a saga that is parked."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ _OTHER_HINT: Final = "See `error`."
 
 
 def hint(reason: str) -> str:
-    """What a person can do about a dead letter, or a saga put aside, for this reason."""
+    """What a person can do about a dead letter, or a parked saga, with this reason."""
     return _HINTS.get(reason, _OTHER_HINT)

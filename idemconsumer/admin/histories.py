@@ -21,13 +21,13 @@ from idemconsumer.stores.shared_reads import step_row
 
 
 class Octets(msgspec.Struct, frozen=True):
-    """Bytes that are no text."""
+    """Bytes that are not text."""
 
     base64: bytes
 
 
 class MessageHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The message that began a saga. `headers` and `delivered` are JSON, as they are stored."""
+    """The message that began a saga. `headers` and `delivered` are JSON, as stored."""
 
     source: str
     position: str
@@ -38,7 +38,7 @@ class MessageHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
 
 class StepHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A recorded step, or the answer of a `saga.patched`. `output` is what its function returned, as it is stored."""
+    """A recorded step, or the answer of a `saga.patched`. `output` is the return value of its function, as stored."""
 
     name: str
     kind: str
@@ -55,14 +55,14 @@ class StepHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 class SagaHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One line of `idemconsumer sagas export`: a saga that has not ended, and its recorded steps.
 
-    * `key` (hexadecimal), `scope` (app, tenant and handler): those under which it has been stored since `started_at`.
+    * `key` (hexadecimal), `scope` (app, tenant and handler): where it has been stored since `started_at`.
     * `handler`, `version`: its present handler, and the version in which it runs there.
     * `state`: processing or undoing, also while the saga is a dead letter for the reason `parked`.
     * `rejection`: the reason for its undo.
-    * `cancel`: it is about to be cancelled, with undo or without.
+    * `cancel`: a cancellation has been requested, with undo or without.
     * `message`: the message that began it.
-    * `steps`: in the order in which they finished; those of unknown outcome, and waits that are not over, come last.
-      Each has its kind, its state, its output and a digest of each of its `arguments`. Each also says whether it has an
+    * `steps`: in the order in which they finished; steps of unknown outcome and waits that are not over come last. Each
+      has its kind, its state, its output and a digest of each of its `arguments`. Each also says whether it has an
       undo, and whether it `overlapped` others and so has no fixed place.
     """
 
@@ -79,7 +79,7 @@ class SagaHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     rejection: str | Octets | None = None
 
     def __str__(self) -> str:
-        """Handler, the beginning of the key, and how many steps are recorded: for the name of a test."""
+        """The handler, the first digits of the key, and the number of recorded steps: for the name of a test."""
         return f"{self.handler}-{self.key[:12]}-{len(self.steps)}"
 
     def rows(self) -> list[StepRow]:
@@ -114,14 +114,15 @@ async def histories(
     since: float | None = None,
     limit: int = 1000,
 ) -> AsyncIterator[SagaHistory]:
-    """Of sagas that have not ended, newest first, all as of one moment. `since`: begun in the last so many seconds.
+    """The histories of sagas that have not ended, newest first, all as of one moment. `since`: only sagas begun in the
+    last so many seconds.
 
-    What has ended is not among them: its message is not kept. Raises StoreUnavailable, and ConfigurationError when the
-    schema is not migrated.
+    Sagas that have ended are left out: their messages are not kept. Raises StoreUnavailable, and ConfigurationError if
+    the schema is not migrated.
     """
     given = {"handler": handler, "state": state, "since": since, "limit": limit}
     async with Statements(dsn, schema).sending() as send:
-        await send.connection.execute("begin isolation level repeatable read, read only")  # also on a standby
+        await send.connection.execute("begin isolation level repeatable read, read only")  # this works on a standby too
         for row in await send("saga_histories", **given):
             cursor = send.connection.cursor(row_factory=tuple_row)  # some columns have no name
             steps = await cursor.execute(load(schema)["steps"], {"keys": [row["key"]], "window": 1 << 40})

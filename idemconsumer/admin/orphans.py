@@ -1,5 +1,5 @@
-"""Sagas that nobody continues, since their handler, its version or their app is gone (L31), and signals that no saga
-waits for, whose handler or name may be another one (L81)."""
+"""Sagas that no worker will continue, because their handler, its version or their app is gone (L31). Also signals that
+no saga waits for, because the name of the handler or of the signal may be wrong (L81)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from idemconsumer.rules.saga import ANY_VERSION
 
 
 class WaitingSagas(msgspec.Struct, frozen=True, kw_only=True):
-    """Sagas of one app, handler and version that have not ended and are not put aside. Not `begun`: others have started
-    them, and their messages wait; they have no version."""
+    """Sagas of one app, handler and version that have not ended and are not parked. Not `begun`: other sagas have
+    started them, and their messages wait; these have no version yet."""
 
     app: str
     handler: str
@@ -27,7 +27,7 @@ class WaitingSagas(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Orphans(msgspec.Struct, frozen=True, kw_only=True):
-    """Sagas that nobody continues, as far as can be seen, and what to do about it."""
+    """Sagas that no worker will continue, as far as can be seen, and what to do about them."""
 
     waiting: WaitingSagas
     text: str
@@ -37,8 +37,8 @@ Sagas: TypeAlias = Mapping[tuple[str, str], str | None]
 
 
 async def find_orphans(dsn: str, schema: str, app: str, sagas: Sagas) -> list[Orphans]:
-    """`sagas`: the versions of all handlers of sagas that `app` has, by app and handler. Raises StoreUnavailable, and
-    ConfigurationError when the schema is not migrated."""
+    """The orphans of the schema. `sagas`: the versions of all saga handlers of `app`, by app and handler. Raises
+    StoreUnavailable, and ConfigurationError if the schema is not migrated."""
     async with Statements(dsn, schema).sending() as send:
         groups = await send("waiting_sagas")
         children = await send("unbegun_children")
@@ -49,7 +49,7 @@ async def find_orphans(dsn: str, schema: str, app: str, sagas: Sagas) -> list[Or
 
 
 def orphans(waiting: Iterable[WaitingSagas], alive: Sequence[list[Any]], app: str, sagas: Sagas) -> list[Orphans]:
-    """`alive`: what each live worker runs."""
+    """The orphans among the `waiting` sagas. `alive`: for each live worker, the sagas that it runs."""
     found = []
     for group in waiting:
         served = any(_runs(one, group) for each in alive for one in each)
@@ -96,9 +96,9 @@ def _problem(group: WaitingSagas, app: str, sagas: Sagas, *, served: bool) -> st
 
 
 async def find_unawaited(dsn: str, schema: str, app: str, sagas: Sagas) -> list[NamedRow]:
-    """Of each name and handler, with its app: how many `signals` there are, `begun` of them for sagas that have begun,
-    the first since `first_at`; what to say of them, `text`, and whether something is `wrong`. `sagas` as in
-    `find_orphans`, which raises the same."""
+    """Signals that no saga waits for, one row per handler (with its app) and name. `signals`: how many there are;
+    `begun`: how many of them are for sagas that have begun; `first_at`: the time of the first; `text`: the finding;
+    `wrong`: whether something is wrong. `sagas` and errors as in `find_orphans`."""
     async with Statements(dsn, schema).sending() as send:
         rows = await send("unawaited_signals")
         alive = await send("live_workers")
@@ -116,7 +116,7 @@ async def find_unawaited(dsn: str, schema: str, app: str, sagas: Sagas) -> list[
 def _said(
     app: str, handler: str, name: str, known: Iterable[tuple[str, str]], names: Sequence[str], begun: int
 ) -> tuple[str, bool]:
-    """What to say of them, nothing where it is as it should be; and whether something is wrong."""
+    """The text about such signals, empty if all is as it should be; and whether something is wrong."""
     if (app, handler) not in known:
         near = _near(handler, [its for of, its in known if of == app])
         return f"but no known saga of app {app!r} has this name{near}", True

@@ -1,4 +1,4 @@
-"""Outgoing messages that are not with their brokers yet, and what a person may do about those that are refused."""
+"""Outgoing messages that have not reached their brokers yet, and decisions about those that a broker refuses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from idemconsumer.message.headers import decode_headers
 
 
 class OutgoingChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Those for which all that is given here holds. `error` is a part of the text with which the broker refused it;
-    `since`: they were published at most so many seconds ago. `parked`: only those that wait for a person."""
+    """Chooses the outgoing messages that match everything given here. `error`: a part of the text with which the broker
+    refused the message; `since`: published at most so many seconds ago; `parked`: only messages that wait for a person.
+    """
 
     destination: str | None = None
     key: str | None = None
@@ -25,23 +26,23 @@ class OutgoingChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def params(self) -> dict[str, Any]:
-        """Of the statements that choose."""
+        """The parameters of the statements that choose messages."""
         return msgspec.structs.asdict(self) | {"ids": None if self.ids is None else list(self.ids)}
 
 
 class Outbox:
-    """Of one schema, with a new connection for each call. Raises StoreUnavailable, and ConfigurationError when the
-    schema is not migrated."""
+    """The outbox of one schema, with a new connection for each call. Raises StoreUnavailable, and ConfigurationError if
+    the schema is not migrated."""
 
     def __init__(self, dsn: str, schema: str) -> None:
         self._sql = Statements(dsn, schema, patience=PATIENCE)
 
     async def messages(self, which: OutgoingChoice, *, after: int = 0, limit: int = 50) -> list[NamedRow]:
-        """Oldest first, behind the id `after`: `list_outgoing` in `sql/outbox.sql`."""
+        """Messages after the id `after`, oldest first: `list_outgoing` in `sql/outbox.sql`."""
         return await self._sql.rows("list_outgoing", **which.params, after=after, limit=limit)
 
     async def message(self, id: int) -> NamedRow | None:
-        """One in full, with its headers and its body. None: there is none; perhaps it has been sent."""
+        """One message in full, with headers and body; None if there is none, perhaps because it has been sent."""
         for row in await self._sql.rows("show_outgoing", id=id):
             return NamedRow(row, headers=decode_headers(row.headers))
         return None
@@ -52,12 +53,12 @@ class Outbox:
         return int(row["changed"])
 
     async def retry(self, which: OutgoingChoice, *, by: str) -> int:
-        """Have those that were refused sent again, at once and with all their tries. A parked one goes out behind what
-        has overtaken it. Returns how many these are."""
+        """Send the chosen refused messages again, at once and with their full number of tries. A parked message goes
+        out after the messages of its key that have overtaken it. Returns how many there are."""
         return await self._changed("retry_outgoing", which, by, "retry")
 
     async def discard(self, which: OutgoingChoice, *, by: str) -> int:
-        """Delete for good, and return how many. One that is being sent right now may still get there."""
+        """Delete the chosen messages for good; returns their number. One that is being sent now may still arrive."""
         return await self._changed("discard_outgoing", which, by, "discard")
 
     async def _changed(self, statement: str, which: OutgoingChoice, by: str, what: str) -> int:

@@ -1,8 +1,8 @@
-"""Dead letters are run once more (O1 to O4, O24, O32).
+"""Run the messages of dead letters again (O1 to O4, O24, O32).
 
-A redrive is a *ticket*: the letter's message, in the queue of its handler that also brings what is tried again later.
-Its DEAD record waits for it as a PENDING one does for its next attempt (D19), so the claim lets it through once. A
-letter of a saga that waits for a person gives no ticket: the saga has its message and its steps, and is due.
+A redrive creates a *ticket*: the dead letter's message, in its handler's retry queue. The DEAD record waits for the
+ticket as a PENDING record waits for its next attempt (D19), so the claim lets the message through once. For a saga that
+waits for a person there is no ticket: the saga has its message and its steps, and becomes due.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from idemconsumer.message.origin import Pending, broker_order, with_origin
 from idemconsumer.message.sources import retry_source
 from idemconsumer.rules.redriven import Redriven, redrivable
 
-_TOGETHER: Final = 100  # letters of one transaction
-_LOOKS: Final = 5.0  # in a second, where there is a rate
+_TOGETHER: Final = 100  # dead letters per transaction
+_LOOKS: Final = 5.0  # pages per second, if there is a rate
 
 _REDRIVEN: Final = (Redriven.REDRIVES, Redriven.RESUMES)
 
@@ -36,19 +36,19 @@ Progress = Callable[[int], None]
 
 
 class RedriveRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run did: how many letters became what (`Redriven`)."""
+    """The result of a run: the number of dead letters for each `Redriven`."""
 
     run: str
     counts: Mapping[Redriven, int]
 
     @property
     def redriven(self) -> int:
-        """Messages that wait in the queue, and sagas that go on."""
+        """Messages that wait in the queue now, plus sagas that go on."""
         return sum(self.counts.get(each, 0) for each in _REDRIVEN)
 
 
 class Redrives:
-    """Of one schema. Raises like `Admin`."""
+    """Redrives in one schema. Raises like `Admin`."""
 
     def __init__(self, dsn: str, schema: str) -> None:
         self._sql = Statements(dsn, schema, patience=PATIENCE)
@@ -63,12 +63,12 @@ class Redrives:
         dry_run: bool = False,
         progress: Progress = lambda _: None,
     ) -> RedriveRun:
-        """Run the messages of these letters once more, oldest first, with all their attempts again. Sagas go on where
-        they stopped, as by `SagaAdmin.resume`. Raises ConfigurationError once the run is cancelled.
+        """Run the messages of these dead letters again, oldest first, each with its full number of attempts. Sagas go
+        on where they stopped, as by `SagaAdmin.resume`. Raises ConfigurationError once the run is cancelled.
 
-        A letter is redriven once by all calls with the same `run`, so one that was killed goes on where it was. `rate`:
-        letters in a second at most. `progress` is called with how many more were looked at. A letter that comes in
-        meanwhile is left out.
+        All calls with the same `run` together redrive a dead letter once, so a run that was killed can be continued.
+        `rate`: at most so many dead letters per second. `progress` is called with the number of dead letters read since
+        the last call. Dead letters that arrive during the run are left out.
         """
         counts, after, began, done = Counter[Redriven](), 0, time.monotonic(), 0
         trace = Trace(by, "redrive")
@@ -96,13 +96,13 @@ class Redrives:
                     await asyncio.sleep(max(0.0, began + done / rate - time.monotonic()))
 
     async def runs(self, limit: int = 50) -> list[NamedRow]:
-        """The newest first, whoever began them: `redrive_runs` in `sql/admin.sql`."""
+        """The runs of all callers, newest first: `redrive_runs` in `sql/admin.sql`."""
         return await self._sql.rows("redrive_runs", limit=limit)
 
     async def cancel(self, run: str, *, by: str) -> int:
-        """What has not begun is a dead letter again, and whoever makes tickets of this run makes no more. Returns how
-        many letters that were; sagas that go on are not among them. Raises ConfigurationError where there is no such
-        run."""
+        """Turn the tickets of this run that have not begun into dead letters again, and stop all calls that redrive
+        under this run. Returns the number of these dead letters, without sagas that go on. Raises ConfigurationError if
+        there is no such run."""
         cancelled, after, trace = 0, 0, Trace(by, "cancel redrive")
         async with self._sql.sending() as send:
             async with send.connection.transaction():
@@ -133,7 +133,7 @@ class Redrives:
 
 
 def ticket(row: Mapping[str, Any]) -> tuple[str, bytes]:
-    """The queue of a letter's message, and its headers there: where it came from, and which record waits for it."""
+    """The queue for a dead letter's message, and its headers there: its original source, and its record."""
     app, _, handler = keys.parts_of(row["scope"])
     stored = Message(row["source"], b"", decode_headers(row["headers"]), position=row["position"])
     message = with_delivered(stored, row["delivered"])

@@ -1,4 +1,4 @@
-"""Where a Kafka group begins: its offsets and the database's rows of them, set together by a person (K20)."""
+"""Where a Kafka group begins: a person sets its offsets in Kafka and its rows in the database together (K20)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLACE: Final = re.compile(r"kafka:([^/@\s]+)(?:/(\d+))?")
 
 
 class Reset(msgspec.Struct, frozen=True, kw_only=True):
-    """The group's offset in a partition, before (None: it had none) and now."""
+    """A group's offset in a partition, before the reset (None: it had none) and after it."""
 
     group: str
     topic: str
@@ -33,8 +33,8 @@ class Reset(msgspec.Struct, frozen=True, kw_only=True):
 async def reset(dsn: str, settings: Settings, place: str, group: str, to: str, *, by: str) -> list[Reset]:
     """Set a group's offsets in a topic, or in one partition of it, in Kafka and in the database: both or none.
 
-    The group must have no members. Afterwards its next worker begins there, whatever it has read. Raises like `Admin`,
-    BrokerUnavailable, and ConfigurationError for what cannot be meant.
+    The group must have no members. Afterwards its next worker begins there, whatever the group has read before. Raises
+    like `Admin`, BrokerUnavailable, and ConfigurationError for an invalid place or offset.
     """
     if (found := _PLACE.fullmatch(place)) is None:
         raise ConfigurationError(f"{place!r} is not a place in Kafka; write kafka:TOPIC, or kafka:TOPIC/PARTITION")
@@ -53,7 +53,8 @@ async def reset(dsn: str, settings: Settings, place: str, group: str, to: str, *
             for each in moves:
                 await send("leave_kafka_stop", **at, topic=topic, partition=each.partition)
             await Trace(by, "kafka reset").write(send, f"{place} in group {group} to {to}")
-            # Last: where it fails the rows are as before, and where the COMMIT fails Kafka's offset is obeyed alone.
+            # Kafka comes last. If this fails, the rows are rolled back. If the COMMIT fails afterwards, only Kafka's
+            # offset is new, and it is obeyed.
             await kafka.commit(topic, moves)
     return [
         Reset(group=group, topic=topic, partition=each.partition, before=each.before, offset=each.offset)
@@ -66,7 +67,7 @@ def _columns(moves: Sequence[Move]) -> dict[str, Sequence[int | None]]:
     return {
         "partitions": [each.partition for each in moves],
         "bases": offsets,
-        "counters": [next_counter(each.mark, None) for each in moves],  # and later than the row's, whatever that is
+        "counters": [next_counter(each.mark, None) for each in moves],  # and, by the statement, higher than the row's
         "positions": offsets,
         "leaders": [each.leader for each in moves],
     }

@@ -1,7 +1,7 @@
 """Queries about sagas, and decisions about those that wait for a person.
 
 A decision is one transaction of the store, with its guard, seal and checked COMMIT. It locks the saga's row first, so
-it waits for an open step (L2), and meanwhile workers that look for sagas pass over this one.
+it waits for an open step (L2). Meanwhile workers that search for sagas skip this one.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from idemconsumer.rules.values import Signalled, State
 from idemconsumer.stores.claims import PostgresClaims
 from idemconsumer.stores.signals import Signal
 
-ABANDONED: Final = "abandoned"  # the rejection's code
+ABANDONED: Final = "abandoned"  # the code of the rejection
 _MOST_FOUND: Final = 5
 _CANCEL_TRIES: Final = 6  # of ten seconds each
 
 
 class SagaAdmin:
-    """Queries and decisions in one schema. Calls at the same time share a few connections, and none is kept (L57).
+    """Queries and decisions in one schema. Concurrent calls share a few connections, and none is kept open (L57).
 
-    Raises StoreUnavailable, and ConfigurationError when the schema is not migrated, or when a saga does not exist or is
-    not in a state that allows a decision.
+    Raises StoreUnavailable, and ConfigurationError if the schema is not migrated, or if a saga does not exist or is not
+    in a state that allows the decision.
     """
 
     def __init__(self, dsn: str, schema: str) -> None:
@@ -59,7 +59,7 @@ class SagaAdmin:
         return await self._sql.rows("saga_list", **given)
 
     async def find(self, *, prefix: str | None = None, handler: str | None = None, key: str | None = None) -> bytes:
-        """The one stored key that begins with `prefix` (hex), or that `handler` stores for the text `key`, in any
+        """The only stored key that begins with `prefix` (hex), or under which `handler` stores the text `key`, in any
         app and tenant."""
         if prefix is not None:
             found, what = await self._by_prefix(prefix), f"{prefix!r}"
@@ -82,7 +82,7 @@ class SagaAdmin:
         return found
 
     async def look_up(self, key: bytes) -> SagaDetail | None:
-        """None: there is no record."""
+        """A saga in full; None if there is no record."""
         async with self._shared.sending() as send:
             records = await send("saga_record", key=key)
             if not records:
@@ -108,7 +108,7 @@ class SagaAdmin:
         )
 
     async def handlers(self) -> list[str]:
-        """Those that have sagas that have not ended, as app and handler."""
+        """The handlers with sagas that have not ended, as `app/handler`."""
         return [f"{unquote(row['app'])}/{row['handler']}" for row in await self._sql.rows("moveable_sagas")]
 
     async def _by_prefix(self, prefix: str) -> list[bytes]:
@@ -123,9 +123,9 @@ class SagaAdmin:
 
     # ------------------------------------------------------------------------------------------------------ decisions
     async def resume(self, key: bytes, *, by: str, accept_version: bool = False) -> None:
-        """Make it due now, with all its attempts again: any worker continues it, or its undo.
+        """Make the saga due now, with all its attempts again: any worker continues it, or its undo.
 
-        `accept_version`: with the steps and the version that its handler has now. Refused while a worker runs it.
+        `accept_version`: continue it with the present version of its handler. Refused while a worker runs it.
         """
         async with self._deciding(key) as (claims, state, _):
             detail = "with the present handler" if accept_version else None
@@ -135,15 +135,15 @@ class SagaAdmin:
             await claims.complete([], [])
 
     async def abandon(self, key: bytes, *, undo: bool, by: str) -> None:
-        """The saga ends FAILED, with the rejection `abandoned`: at once, or after a worker has undone its finished
-        steps. A call with an unknown outcome is not undone. Refused while a worker runs it."""
+        """End the saga as FAILED, with the rejection `abandoned`: at once, or after a worker has undone its finished
+        steps. A call with an unknown outcome is not undone. Refused while a worker runs the saga."""
         abandoned = codecs.encode_rejection(ABANDONED, None)
         async with self._deciding(key) as (claims, _, rejection):
             detail = "to be undone" if undo else "as it is"
             await claims.send("note", {"key": key, "what": "abandoned", "detail": detail})
             await note_saga(claims, key, by, "abandon", detail)
             results = []
-            if undo:  # the undos come from a replay of the handler as it is now; without them it is parked again
+            if undo:  # undos come from a replay of the present handler; under its old version it would be parked
                 await set_free(claims, key, State.UNDOING, version=ANY_VERSION, rejection=abandoned.body)
             else:
                 await claims.send("set_record", {"key": key, "state": int(State.FAILED)})
@@ -154,9 +154,9 @@ class SagaAdmin:
     async def decide(
         self, key: bytes, step: str, answer: Done[Any] | NotDone, *, by: str | None, attempt: int | None = None
     ) -> None:
-        """Say how a call of unknown outcome ended, or its undo if that was begun; the saga is due now, with all its
-        attempts again (L52). Refused while a worker runs it, and when another `attempt` of the step is open. `by` is
-        None where code decides: the audit is about people."""
+        """Report how a call of unknown outcome ended, or its undo if the undo was begun. The saga is then due, with all
+        its attempts again (L52). Refused while a worker runs it, or if another `attempt` of the step is open. `by` is
+        None if code decides: the audit is about people."""
         async with self._deciding(key) as (claims, state, _):
             await decide(claims, key, step, answer, attempt, by)
             await set_free(claims, key, state)
@@ -175,11 +175,11 @@ class SagaAdmin:
         return Signalled(answer)
 
     async def move(self, source: tuple[str, str], to: tuple[str, str], *, by: str) -> tuple[int, int]:
-        """Give the sagas of one handler to another one; both are app and handler. Returns how many were moved, and how
-        many were not, since live workers hold them (L31).
+        """Give the sagas of one handler to another; both are pairs of app and handler. Returns how many were moved, and
+        how many were not because live workers hold them (L31).
 
         They keep their keys, steps and version, so the other handler must request the same steps. Not guaranteed: that
-        a message that arrives again is recognised, since its key there is another one.
+        a message that arrives again is recognised, since its key at the new handler is another one.
         """
         (from_app, from_handler), (to_app, to_handler) = source, to
         params = {"detail": f"{from_app}/{from_handler} to {to_app}/{to_handler}"}
@@ -196,8 +196,8 @@ class SagaAdmin:
         return row["moved"], row["held"]
 
     async def cancel(self, key: bytes, *, undo: bool, by: str | None) -> Cancellation:
-        """Cancel it, wherever it is (L50). Waits for a step that is a transaction to end, for a minute at most. `by` is
-        None where code decides."""
+        """Cancel the saga, whatever its state (L50). Waits up to a minute for the end of a step that is a transaction.
+        `by` is None if code decides."""
         for attempt in range(_CANCEL_TRIES):
             try:
                 async with self._deciding_in.transaction() as claims:
@@ -211,7 +211,7 @@ class SagaAdmin:
 
     @asynccontextmanager
     async def _deciding(self, key: bytes) -> AsyncIterator[tuple[PostgresClaims, State, bytes | None]]:
-        """A transaction that holds the saga's row, with the saga's phase and rejection; the caller completes it."""
+        """A transaction that holds the saga's row, with its phase and rejection; the caller completes it."""
         async with self._deciding_in.transaction() as claims:
             if not await claims.send("lock_saga", {"key": key}):
                 raise ConfigurationError(f"saga {key.hex()[:12]} has ended; there is nothing to decide")

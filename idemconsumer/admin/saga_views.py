@@ -1,4 +1,4 @@
-"""Sagas as they are shown to a person, and to the application: plain structs, built from rows."""
+"""Sagas as shown to people and to applications: plain structs, built from rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from idemconsumer.sagas.step import step_key
 
 
 class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """A saga's record, its row until it ends, its steps in the order of their starts, and its timeline. `parent`: the
-    key of the saga whose start began it; None if a message or code did, or the parent's record is pruned. `running` and
-    `signals`: `saga_list` and `saga_signals` in `sql/admin.sql`; `steps`: see `step_line`."""
+    """A saga's record, its row until it ends, its steps in the order of their starts, and its timeline.
+
+    `parent`: the key of the saga that started it; None if a message or code started it, or if the parent's record is
+    pruned. `running` and `signals`: `saga_list` and `saga_signals` in `sql/admin.sql`; `steps`: see `step_line`.
+    """
 
     key: str
     scope: str
@@ -32,17 +34,17 @@ class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def open_intents(self) -> list[str]:
-        """Calls with an unknown outcome; nothing undoes them."""
+        """Calls with an unknown outcome; they are not undone."""
         return [step.name for step in self.steps if step.state == "intent"]
 
 
 def step_line(scope: str, key: bytes, row: NamedRow) -> NamedRow:
     """A recorded step. `token` is the fence token of the owner that last wrote it; `attempts` includes those of its
-    undo; `seconds` is the time from its first start to its end, `undo_seconds` the same for its undo. `key` is what a
-    call gives its remote, and `undo_key` what its undo does; None for steps in a transaction.
+    undo; `seconds` is the time from its first start to its end, `undo_seconds` the same for its undo. `key` is the key
+    that the call sends to the remote system, `undo_key` that of its undo; both are None for steps in a transaction.
 
     In the states `intent` and `undo intent` the outcome is not known yet. A `sleep` or a `wait` has an end, `until`,
-    and a wait its `signal`; the state is `waiting` until it is over.
+    and a wait has a `signal`; the state is `waiting` until then.
     """
     kind = StepKind(row.kind)
     keys = [str(step_key(scope, key, row.name, undo=undo)) if kind is StepKind.CALL else None for undo in (False, True)]
@@ -71,12 +73,12 @@ def _seconds(began: datetime | None, ended: datetime | None) -> float | None:
 
 
 def word_of(value: State | StepKind | StepState) -> str:
-    """As it is written for people, and in files."""
+    """The name of the value for people and in files."""
     return value.name.lower().replace("_", " ")
 
 
 def readable(body: bytes | None) -> str | None:
-    """Text that is stored, with what is no text escaped."""
+    """Stored text, with bytes that are not text escaped."""
     return None if body is None else body.decode("utf-8", "backslashreplace")
 
 
@@ -85,8 +87,8 @@ class SagaStep(msgspec.Struct, frozen=True, kw_only=True):
 
     * `name`: its name.
     * `state`: `intent` (its outcome is not known yet), `done`, `rejected`, `undo intent` or `undone`.
-    * `key`: the key that a call gives its remote; None for a step in a transaction.
-    * `attempts`: how many there were.
+    * `key`: the key that a call sends to the remote system; None for a step in a transaction.
+    * `attempts`: how many attempts there were.
     * `started_at`, `finished_at`: times.
     """
 
@@ -99,7 +101,7 @@ class SagaStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SagaStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a saga, at one moment. `app.result` has its result.
+    """The record of a saga, at one moment. `app.result` returns its result.
 
     * `state`: PROCESSING, UNDOING, COMPLETED, FAILED or DEAD.
     * `recovery_point`: the step that finished last.
@@ -108,7 +110,7 @@ class SagaStatus(msgspec.Struct, frozen=True, kw_only=True):
       wait for a signal.
     * `parked`: the reason why it waits for a person.
     * `error`: the error of its last failed attempt.
-    * `cancelled`: it is about to be cancelled.
+    * `cancelled`: a cancellation has been requested.
     """
 
     state: State

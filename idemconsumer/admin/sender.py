@@ -1,4 +1,4 @@
-"""The named statements of one schema, sent for a person: on which connection, and what their errors mean."""
+"""Sends the named statements of one schema for people: chooses the connection, and translates database errors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import Queries, load, misconfigured, takes_no_writes
 
 _CONNECT_SECONDS = 10
-PATIENCE: Final = 600.0  # seconds: what reads all letters may have a million to read
+PATIENCE: Final = 600.0  # seconds; a statement that reads all dead letters may have to read a million
 
 
 class NamedRow(dict[str, Any]):
-    """What a statement has found: its columns by name, as items and as attributes. Encoded it is an object of JSON.
+    """A row of a statement's result: its columns by name, as items and as attributes. Encodes as a JSON object.
 
-    What they mean is said where the statement is, in `sql`.
+    The columns are documented at the statement, in `sql`.
     """
 
     def __getattr__(self, column: str) -> Any:
@@ -39,7 +39,7 @@ Readers: TypeAlias = Publishers[Connection]
 
 
 class Sender:
-    """Sends statements by their names, on one connection."""
+    """Sends statements by name, on one connection."""
 
     def __init__(self, connection: Connection, queries: Queries) -> None:
         self.connection = connection
@@ -50,13 +50,13 @@ class Sender:
         return await cursor.fetchall() if cursor.description else []
 
     async def execute(self, statement: str, /, **given: Any) -> psycopg.AsyncCursor[NamedRow]:
-        """For who wants to know how many rows it has changed."""
+        """Like a call, but returns the cursor, for callers that need the number of changed rows."""
         return await self.connection.execute(self._queries[statement], given)
 
 
 class Statements:
-    """Of one schema, with a new connection for each call, or one of those that are `shared`. `patience`: of a new one,
-    seconds for each statement. Raises like `Admin`."""
+    """The statements of one schema, with a new connection for each call, or with one of the `shared` connections.
+    `patience`: seconds per statement on a new connection. Raises like `Admin`."""
 
     def __init__(self, dsn: str, schema: str, *, patience: float | None = None, shared: Readers | None = None) -> None:
         self.dsn = dsn
@@ -66,17 +66,17 @@ class Statements:
         self._shared = shared
 
     async def rows(self, statement: str, /, **given: Any) -> list[NamedRow]:
-        """In no transaction, since a standby begins none that may write."""
+        """Run one statement without a transaction, since a standby cannot begin one that may write."""
         async with self.sending() as send:
             return await send(statement, **given)
 
     async def values(self, kind: Callable[..., T], statement: str, /, **given: Any) -> list[T]:
-        """The same, each row as a value."""
+        """Like `rows`, with each row as a value of `kind`."""
         return [kind(**row) for row in await self.rows(statement, **given)]
 
     @asynccontextmanager
     async def sending(self) -> AsyncIterator[Sender]:
-        """Several on one connection, each committed by itself."""
+        """Several statements on one connection, each committed by itself."""
         try:
             async with (self._shared or readers(self.dsn, self._patience)).one() as connection:
                 if self._patience is not None:
@@ -92,14 +92,14 @@ class Statements:
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[Sender]:
-        """Several in one transaction."""
+        """Several statements in one transaction."""
         async with self.sending() as send, send.connection.transaction():
             yield send
 
 
 def readers(dsn: str, patience: float | None = None) -> Readers:
-    """For any number of callers (L57)."""
-    # The limit of the role is meant for workers, and for their handlers.
+    """Connections for any number of callers (L57)."""
+    # The role's own statement_timeout is meant for workers and their handlers, so this one replaces it.
     settings = {} if patience is None else {"statement_timeout": f"{patience:g}s"}
     rows = kwargs_row(NamedRow)
     return Publishers(lambda: connect_async(dsn, settings, row_factory=rows, connect_timeout=_CONNECT_SECONDS))

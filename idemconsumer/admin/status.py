@@ -1,4 +1,4 @@
-"""How things stand, from what the database knows; by indexed statements that read a bounded number of rows."""
+"""The present state as the database knows it, read by indexed statements with a bounded number of rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from idemconsumer.message import keys
 from idemconsumer.ports.broker import Lag
 from idemconsumer.rules.held_up import Condition, HeldUp, paused, together
 
-MOST: Final = 10_000  # rows that are read of each queue, handler of sagas and reason of letters
+MOST: Final = 10_000  # rows read per queue, saga handler and reason of dead letters
 
 
 class HandlerLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A handler that a live worker runs, or that is paused. `queues` in Postgres are its own. `lag` of sources
-    elsewhere, as far as workers know it. `lanes`, and `running` ones among them, in all `workers`; `outcomes` of
-    deliveries since these began. `obeyed`: how many workers say that they have paused it. `conditions`: what holds it
-    up, with the number of workers in which it does (O34); none: it works."""
+    """A handler that a live worker runs, or that is paused.
+
+    `queues`: its own queues in Postgres. `lag`: of its other sources, as far as workers know it. `lanes`, and `running`
+    ones among them: in all `workers` together; `outcomes`: of deliveries since these workers started. `obeyed`: how
+    many workers report that they have paused it. `conditions`: what holds it up, and in how many workers (O34); empty
+    if it works.
+    """
 
     app: str
     handler: str
@@ -40,12 +43,13 @@ class HandlerLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`at` is the database's time. At most `most` rows of each were read, and one to see whether there are `more`.
+    """The present state; `at` is the database's time. At most `most` rows of each kind were read, plus one to see
+    whether there are `more`.
 
-    `queues`, `sagas`, `letters`, `outbox` and `requests`: see `status_queues` and so on in `sql`. Of a queue with
-    anything in it `handler` is whose messages these are, as app/handler, None if no live worker reads it; `kind` is
-    `source`, `own` (begun from code, or moved here) or `retries`. Outgoing messages are `relayed` if a live worker on
-    record can reach their broker.
+    `queues`, `sagas`, `letters`, `outbox` and `requests`: see `status_queues` and so on in `sql`. A queue is listed if
+    it is not empty. Its `handler` is app/handler of its messages, None if no live worker reads it; its `kind` is
+    `source`, `own` (sagas begun from code, or moved here) or `retries`. Outgoing messages are `relayed` if a live
+    recorded worker can reach their broker.
     """
 
     at: datetime
@@ -60,8 +64,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def status(dsn: str, schema: str, app: str | None = None, *, most: int | None = None) -> Status:
-    """Of all apps in the schema, or of one; `most` is MOST unless given. Raises StoreUnavailable, and
-    ConfigurationError when the schema is not migrated."""
+    """The status of all apps in the schema, or of one; `most` is MOST unless given. Raises StoreUnavailable, and
+    ConfigurationError if the schema is not migrated."""
     controls, scopes = Controls(dsn, schema), None if app is None else keys.scopes_of(app)
     most = MOST if most is None else most
     given = {"most": most, "app": None if scopes is None else scopes[:-1], "scopes": scopes}
@@ -92,13 +96,13 @@ def _outbox_line(row: NamedRow, relays: Container[str]) -> NamedRow:
 
 
 def in_words(each: Condition, line: HandlerLine, at: datetime) -> str:
-    """What holds a handler up, since when, and in how many of its workers, as of then."""
+    """What holds a handler up, since when, and in how many of its workers, at the time `at`."""
     part = "" if each.workers == line.workers else f", in {each.workers} of {line.workers} workers"
     return f"{each.text} since {at - timedelta(seconds=each.seconds):%Y-%m-%d %H:%M:%S}{part}"
 
 
 def _conditions(pause: NamedRow | None, its: Sequence[WorkerLine], name: str, at: datetime) -> list[Condition]:
-    """As people have decided, and as its workers say, who have last been heard of a while ago."""
+    """The conditions by people's decisions and by the last reports of its workers, which may be a while old."""
     said = [(line, each) for line in its for each in line.handlers[name].conditions if each.by is not HeldUp.PAUSED]
     known = together(msgspec.structs.replace(each, seconds=each.seconds + line.unseen) for line, each in said)
     if pause is None:
@@ -108,7 +112,7 @@ def _conditions(pause: NamedRow | None, its: Sequence[WorkerLine], name: str, at
 
 
 def handler_lines(workers: Sequence[WorkerLine], paused: Sequence[NamedRow], at: datetime) -> list[HandlerLine]:
-    """By app and name, as of then."""
+    """The handlers by app and name, at the time `at`."""
     pauses = {(each.app, each.handler): each for each in paused}
     running: dict[Name, list[WorkerLine]] = {name: [] for name in pauses}
     for line in workers:
@@ -146,7 +150,7 @@ def _handler_line(
 
 
 def _queue_line(row: NamedRow, handlers: Sequence[HandlerLine]) -> NamedRow:
-    """With whose it is."""
+    """The row of a queue, with its handler."""
     name = row.pop("name")
     source = f"postgres:{name}"
     kind = "retries" if name.startswith("~~") else "own" if name.startswith("~") else "source"

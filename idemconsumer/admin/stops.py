@@ -1,4 +1,4 @@
-"""Partitions of Kafka that stand still before something unreadable (K13), and the decision to skip it."""
+"""Kafka partitions that are stopped at an unreadable record (K13), and the decision to skip it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PLACE: Final = re.compile(r"kafka:([^/@\s]+)/(\d+)@(\d+)")
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True):
-    """A group's reader cannot read the offsets from `first` up to, not including, `next`. A worker stood there last at
-    `seen_at`; times are the database's."""
+    """A group's reader cannot read the offsets from `first` up to, not including, `next`. A worker was last stopped
+    there at `seen_at`; times are the database's."""
 
     group: str
     topic: str
@@ -34,7 +34,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stops:
-    """Of one schema, with a new connection for each call. Raises like `Admin`."""
+    """The stops of one schema, with a new connection for each call. Raises like `Admin`."""
 
     def __init__(self, dsn: str, schema: str) -> None:
         self._sql = Statements(dsn, schema)
@@ -43,8 +43,9 @@ class Stops:
         return await self._find(group, None, None, None)
 
     async def skip(self, place: str, group: str | None = None, *, by: str) -> Stop:
-        """A worker puts a dead letter in its place within seconds, and goes on. `place` is as `Stop.place`, and `group`
-        is needed where several groups stand there. Raises ConfigurationError for a place where nobody stands."""
+        """Have a worker write a dead letter for the unreadable offsets within seconds, and continue after them. `place`
+        is as in `Stop.place`; `group` is needed if several groups are stopped there. Raises ConfigurationError if no
+        worker is stopped at that place."""
         if (found := _PLACE.fullmatch(place)) is None:
             raise ConfigurationError(f"{place!r} is not a place in Kafka; write kafka:TOPIC/PARTITION@OFFSET")
         topic, partition, first = found[1], int(found[2]), int(found[3])

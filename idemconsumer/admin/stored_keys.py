@@ -1,4 +1,4 @@
-"""What the database knows of a key, and what a person decides about it (O7, O8)."""
+"""What the database stores about a key, and decisions of people about it (O7, O8)."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ _MOST_DELIVERIES: Final = 1_000
 
 
 class KeyDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of a key. `state` is None where it has no record; `until` is when that may be pruned. `due`:
-    when the stored message of a PENDING key runs, None for at once. `created_at`: when it was accepted, where it was;
-    `awaited`: the source from which its message is still to come (H46). `deliveries` are the last thousand that the
-    delivery log has (O22), the newest first. `next` says what would happen if its message came again now. `timeline`
-    has all of it, and what its saga did, in order. `store`: where the record is.
+    """Everything known about a key.
 
-    `attempts`: how often its message was tried without coming to an end, and the last error with its place. `request`:
-    one that runs `since` then. It is `lost` if its owner's lease is over, so nobody knows how far it came; the next one
-    with its key and payload takes it over, or `keys release` makes the key new. `again`: it is not the first run.
+    `state`: None if it has no record; `until`: when the record may be pruned. `due`: when the stored message of a
+    PENDING key runs, None for at once. `created_at`: when it was accepted, if it was; `awaited`: the source from which
+    its message is still expected (H46). `deliveries`: the last thousand in the delivery log (O22), newest first.
+    `next`: what would happen if its message came again now. `timeline`: all of this and the events of its saga, in
+    order. `store`: where the record is.
+
+    `attempts`: how often its message was tried without an end, and the last error with its place. `request`: a request
+    that has been running since `since`. It is `lost` if its owner's lease has expired, so how far it came is unknown;
+    the next request with its key and payload takes it over, or `keys release` makes the key new. `again`: it is not the
+    first run.
     """
 
     key: str
@@ -60,7 +63,7 @@ class KeyDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Keys:
-    """Of one schema. Raises like `Admin`, and ConfigurationError for a key that allows no such decision."""
+    """Queries and decisions in one schema. Raises like `Admin`, and ConfigurationError if a key allows no decision."""
 
     def __init__(self, dsn: str, schema: str) -> None:
         self._sql = Statements(dsn, schema, patience=PATIENCE)
@@ -79,10 +82,13 @@ class Keys:
         unknown: bool = False,
         elsewhere: Callable[[bytes], Awaitable[bool]] | None = None,
     ) -> bytes:
-        """The one stored key that begins with `prefix` (hex) and of which something is known, or that `handler` stores
-        for the text `key`; of a request `handler` is its route, or its method and path. `unknown`: also a whole one of
-        which nothing is known, but that a log may have. `elsewhere` says of a key whether another store has it, of
-        which `app` has to be named, since no scope tells. Raises NothingFound."""
+        """The only stored key that begins with `prefix` (hex) and of which something is known, or under which `handler`
+        stores the text `key`. For a request, `handler` is its route, or its method and path.
+
+        `unknown`: also accept a complete key of which nothing is known, since a log may have it. `elsewhere` tells
+        whether another store has a key; `app` must then be given, since the database has no scope that tells it. Raises
+        NothingFound.
+        """
         stored = list[bytes]()
         if prefix is not None:
             low, high = key_range(prefix)
@@ -103,7 +109,7 @@ class Keys:
         return only(found, what, more=", or --tenant")
 
     async def born(self) -> str:
-        """What tells this schema from one in any other database (H33)."""
+        """An identifier by which this schema differs from those in all other databases (H33)."""
         return str((await self._sql.rows("born"))[0]["born"])
 
     async def list(
@@ -115,7 +121,7 @@ class Keys:
         after: str | None = None,
         limit: int = 50,
     ) -> list[NamedRow]:
-        """Records in the order of their keys, those behind `after` (hex). Where few match, all records are read."""
+        """Records in the order of their keys, after `after` (hex). If few match, all records are read."""
         scopes = None
         if handler is not None or tenant is not None:
             named = {row["id"]: keys.parts_of(row["name"]) for row in await self._sql.rows("scope_ids")}
@@ -126,7 +132,8 @@ class Keys:
         return [NamedRow(row, state=State(row.state).name.lower()) for row in rows]
 
     async def explain(self, key: bytes) -> KeyDetail:
-        """O7. Changes nothing. Not from one snapshot: what happens meanwhile may be in one part and not in another."""
+        """Everything known about a key (O7). Changes nothing. Not one snapshot: an event during the call may show in
+        one part and not in another."""
         record = await self._first("key_record", key=key)
         tried = await self._first("key_attempts", key=key)
         letters = await self._sql.rows("key_letters", key=key)
@@ -171,12 +178,13 @@ class Keys:
         return msgspec.structs.replace(detail, timeline=timeline)
 
     async def forget(self, key: bytes, *, by: str, record: bool = False) -> int:
-        """Remove what is personal: result, letters with their messages, errors, steps, history, signals, fingerprints
-        (O8). Returns how many letters that were. Raises NothingFound if it was nothing at all.
+        """Remove personal data: result, dead letters with their messages, errors, steps, history, signals, fingerprints
+        (O8). Returns how many dead letters there were. Raises NothingFound if nothing is known of the key.
 
-        The record itself stays, a hash and a state, so its message still does not run again; `record` removes that as
-        well, and the message is new. Letters without a key are not found by one. The delivery log is searched last, and
-        without the key's lock: repeat this if it is interrupted there, or if its message comes again meanwhile.
+        The record itself stays, as a hash and a state, so its message still does not run again. With `record` it is
+        removed too, and the message counts as new. Dead letters without a key are not found by a key. The delivery log
+        is searched last, without the key's lock: repeat the call if it is interrupted there, or if the message comes
+        again meanwhile.
         """
         known = await self._known(key, key)
         async with self._deciding.transaction() as claims:
@@ -188,7 +196,7 @@ class Keys:
             await claims.send("note_decision", {"by": by, "what": "forget", "target": target})
             await claims.complete([], [])
         async with self._sql.changing() as send:
-            timeout = f"set local statement_timeout = '{PATIENCE:g}s'"  # behind a pooler too
+            timeout = f"set local statement_timeout = '{PATIENCE:g}s'"  # `set local` works behind a pooler too
             await send.connection.execute(timeout.encode())
             logged = await send.execute("forget_deliveries", first=first_bytes(key))
         if not known and not logged.rowcount:
@@ -196,8 +204,8 @@ class Keys:
         return int(letters)
 
     async def release(self, key: bytes, *, by: str) -> None:
-        """Let its message run when it comes again: for a key that is DEAD, or FAILED, or of a request whose owner was
-        lost (H24), or that waits for a message from its handler's own broker (H46). Its letters are closed."""
+        """Let the message run when it comes again, if its key is DEAD or FAILED, belongs to a request whose owner was
+        lost (H24), or waits for a message from its handler's own broker (H46). Its dead letters are closed."""
         async with self._deciding.transaction() as claims:
             state = await self._decided(claims, key, "released", steps=False)
             if state not in (State.DEAD, State.FAILED, State.PROCESSING, State.PENDING):
@@ -208,7 +216,7 @@ class Keys:
             await claims.complete([], [])
 
     async def _decided(self, claims: PostgresClaims, key: bytes, what: str, *, steps: bool = True) -> State | None:
-        """The state of a key that nobody has in hand, which is locked as a claim locks it (J1)."""
+        """Lock the key as a claim does (J1); returns its state. Raises ConfigurationError if it is in progress."""
         await claims.send("lock_key", {"key": key})
         await claims.send("lock_request", {"key": key})
         ((number, runs, stepped, requested, awaited),) = await claims.send("decided_key", {"key": key})
@@ -240,7 +248,7 @@ class Keys:
 
 
 def _events(of: KeyDetail, via: str | None) -> Iterator[Event]:
-    """What happened to it beside what its saga did."""
+    """The events of a key, without those of its saga."""
     if of.created_at is not None:
         yield Event(at=of.created_at, what="accepted", detail=via)
     if of.request is not None:

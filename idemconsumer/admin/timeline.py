@@ -12,8 +12,8 @@ from idemconsumer.rules.values import StepState
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that happened. `owner` is the worker concerned and `token` its fence token; `seconds` is how long a
-    step took, from its first start to its end."""
+    """One event. `owner` is the worker concerned and `token` its fence token; `seconds` is how long a step took, from
+    its first start to its end."""
 
     at: datetime
     what: str
@@ -24,7 +24,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     detail: str | None = None
 
 
-_CHILD: Final = "child:"  # begins what is recorded as the signal of a wait for a child's end
+_CHILD: Final = "child:"  # prefix of the recorded signal of a wait for a child's end
 _STEP_SAYS = {
     StepState.INTENT: "called, outcome unknown",
     StepState.DONE: "done",
@@ -38,9 +38,10 @@ def timeline(
     steps: Sequence[Mapping[str, Any]],
     end: tuple[datetime, str],
 ) -> list[Event]:
-    """`running` is the saga's row, None once it has ended; `end` is when its record last changed, and its state.
+    """The events of a saga. `running` is the saga's row, None once the saga has ended; `end` is when its record last
+    changed, and its state.
 
-    The worker that began it is known until it ends; after that, only if the history names it.
+    The worker that began the saga is known until the saga ends; after that, only if the history names it.
     """
     events = [Event(**row) for row in history]
     if running is not None:
@@ -70,13 +71,13 @@ def _awaited(signal: str) -> str:
 
 
 def waiting(step: Mapping[str, Any]) -> bool:
-    """Whether it is a wait that is not over (L40)."""
+    """Whether a step is a wait that is not over (L40)."""
     return step["until"] is not None and step["finished_at"] is None
 
 
 def _of_step(step: Mapping[str, Any]) -> Iterator[Event]:
     name, began, ended = f"step {step['name']}", step["started_at"], step["finished_at"]
-    undoes = step["undo_at"] is not None  # then its token and attempts are those of the undo
+    undoes = step["undo_at"] is not None  # token and attempts are then those of the undo
     yield Event(
         at=ended or began,
         what=f"{name} {_says(step)}",

@@ -1,4 +1,4 @@
-"""The App: what a service is made of, and running single messages without a worker.
+"""The App: the handlers of a service, and the calls that run single messages without a worker.
 
-The highest room of the library; the command line and the test kit come above it.
+The top layer of the library; only the command line and the test kit depend on it.
 """

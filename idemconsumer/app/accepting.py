@@ -1,4 +1,4 @@
-"""Accept a message now, and have a worker run it later; what came of it is asked for by its key (H40 to H44)."""
+"""Accept a message now and have a worker run it later. The result is queried by the message's key (H40 to H44)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from idemconsumer.stores.tx import connection_of
 from idemconsumer.user_code.resources import Resources
 
 _ID: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_PATIENCE: Final = 2.0  # seconds for a rival that is accepting the same key, and commits in milliseconds
+_PATIENCE: Final = 2.0  # seconds to wait for a rival that accepts the same key; it commits in milliseconds
 
 
 class Accepted(msgspec.Struct, frozen=True):
@@ -36,12 +36,12 @@ class Accepted(msgspec.Struct, frozen=True):
 
     * `progress`: how far.
     * `new`: this call has stored the message.
-    * `conflict`: the key was used before with another payload. Nothing was stored, and `progress` is the first
-      message's.
+    * `conflict`: the key was used before with another payload. Nothing was stored, and `progress` is that of the first
+      message.
     * `body`, `content_type`: the result, for `done` and `failed`.
-    * `status`, `headers`: a response's, if the handler gave them.
+    * `status`, `headers`: of the response, if the handler set them.
     * `reason`: the code of the rejection (`failed`) or of the dead letter (`dead`).
-    * `created_at`: the time of acceptance by the database's clock. Only `accepted` gives it. It is None for a message
+    * `created_at`: the time of acceptance by the database's clock. Only `accepted` returns it. It is None for a message
       that was not accepted but came from a broker.
     """
 
@@ -72,22 +72,23 @@ class Accepting(AppState):
     ) -> Accepted:
         """Store a message, to be run by a worker of this app. Storing is one commit, whatever the handler's source is.
 
-        Bytes in `payload` are the body as they are; anything else goes as JSON. `key` replaces the handler's key rule,
-        and `tenant` its tenant rule; `headers` are the message's headers. With `tx` (of a handler, or a psycopg
+        Bytes in `payload` are the body as they are; anything else is encoded as JSON. `key` replaces the handler's key
+        rule, and `tenant` its tenant rule; `headers` are the message's headers. With `tx` (of a handler, or a psycopg
         connection of your own) the message is accepted if and only if that transaction commits. Without `tx` it is
         accepted when this returns.
 
-        The handler gets the message from a queue in Postgres. With `via`, which names one of its sources such as
-        "kafka:orders", the message goes through the outbox to that source. Then it has the order of that source, and
-        other readers of the source see it too. `key` and `tenant` must be what the handler's rules find in the message.
-        Where a rule reads a header, that header is set; where a rule reads the payload, the payload must already agree.
-        docs/handlers.md lists the rules that work with `via`.
+        The handler gets the message from a queue in Postgres. With `via`, which names one of the handler's sources such
+        as "kafka:orders", the message goes through the outbox to that source. Then it has the order of that source, and
+        other readers of the source see it too. The handler's rules must find the same `key` and `tenant` in the
+        message. Where a rule reads a header, this call sets that header; where a rule reads the payload, the payload
+        must already agree. docs/handlers.md lists the rules that work with `via`.
 
-        A second call under the same key stores nothing and returns how far the first one has come. With another payload
-        it is a `conflict`, and no dead letter. Not guaranteed: any order without `via`. Raises BadMessage if the
-        handler could not take payload, key or tenant, TypeError if the payload is not JSON, and ConfigurationError if
-        it is no handler of this app or cannot accept the message by `via`. Raises StoreUnavailable if nothing is
-        stored, and CommitUnknown if the message may be stored: then call again with the same key.
+        A second call with the same key stores nothing and returns how far the first message has come. If its payload
+        differs, the result is a `conflict`, and no dead letter is written. Not guaranteed: any order without `via`.
+        Raises BadMessage if the handler could not take payload, key or tenant, TypeError if the payload is not JSON,
+        and ConfigurationError if it is not a handler of this app or cannot accept the message by `via`. Raises
+        StoreUnavailable if nothing is stored, and CommitUnknown if the message may be stored: then call again with the
+        same key.
         """
         self._check_own(handler)
         if via is not None:
@@ -115,23 +116,23 @@ class Accepting(AppState):
     async def accepted(self, handler: Handler[..., Any], *, key: str, tenant: str | None = None) -> Accepted:
         """Return how far the message accepted under a key has come. Runs nothing.
 
-        `tenant` is the tenant that the message was accepted for; another tenant finds nothing. Raises StoreUnavailable,
-        BadMessage for an invalid key, and ConfigurationError if it is no handler of this app.
+        `tenant` must be the tenant that the message was accepted for; with another tenant no message is found. Raises
+        StoreUnavailable, BadMessage for an invalid key, and ConfigurationError if it is not a handler of this app.
         """
         id = await self.accepted_id(handler, key=key, tenant=tenant)
         return await self.accepted_by_id(handler, id=id, tenant=tenant)
 
     async def accepted_id(self, handler: Handler[..., Any], *, key: str, tenant: str | None = None) -> str:
-        """Return an id for a URL that stands for a key: 64 hex digits, always the same, which do not contain the key.
-        Raises as `accepted`."""
+        """Return an id that stands for a key in a URL: 64 hex digits, always the same for the same key and tenant. It
+        does not contain the key. Raises as `accepted`."""
         self._check_own(handler)
         key = given_key(key)
         await self._running("front-door")  # R39: before anything is hashed
         return handler.plan.identity(self.name).digest(tenant, key).hex()
 
     async def accepted_by_id(self, handler: Handler[..., Any], *, id: str, tenant: str | None = None) -> Accepted:
-        """Like `accepted`, but takes the id that `accepted_id` returned. The id of another tenant or another handler
-        finds nothing, and neither does a text that is no id."""
+        """Like `accepted`, but takes the id that `accepted_id` returned. No message is found for the id of another
+        tenant or handler, or for a text that is not an id."""
         self._check_own(handler)
         inline = await self._running("front-door")
         if not _ID.fullmatch(id):
@@ -140,7 +141,7 @@ class Accepting(AppState):
 
 
 async def _stored(accept: Callable[[], Awaitable[Record | None]], patience: float) -> Record | None:
-    """Raises StoreUnavailable when a rival holds the key for longer than `patience`: there is no record to tell of."""
+    """Raises StoreUnavailable if a rival holds the key for longer than `patience` seconds: there is no record yet."""
     try:
         return await decided(accept, wait=patience, busy=contended, within=patience)
     except Contention as contention:

@@ -49,8 +49,8 @@ class App(SagaCalls, Accepting, Pausing):
     """Collects handlers, and makes the workers that run them.
 
     The name is part of every stored key, so renaming an app makes every message new. It is also the Kafka consumer
-    group, unless `consumer_group=` gives another. `publishes` names destinations for `idemconsumer check` to look at;
-    it allows and forbids nothing. Raises ConfigurationError for an invalid name or destination.
+    group, unless `consumer_group=` gives another. `publishes` names destinations for `idemconsumer check` to verify; it
+    allows and forbids nothing. Raises ConfigurationError for an invalid name or destination.
     """
 
     def __init__(self, name: str, *, publishes: Sequence[str] = ()) -> None:
@@ -64,24 +64,24 @@ class App(SagaCalls, Accepting, Pausing):
         for each in publishes:
             parse_destination(each)
         super().__init__(name)
-        self.fronted = False  # by an Idempotency of this process: it may be for nothing else, and have no handlers
+        self.fronted = False  # set by an Idempotency of this process; an app may serve only that, and have no handlers
         self._publishes = tuple(publishes)
         self._schedules: list[Schedule] = []
 
     @property
     def handlers(self) -> Mapping[str, Handler[..., Any]]:
-        """The handlers included so far, by name; a copy."""
+        """A copy of the handlers included so far, by name."""
         return dict(self._handlers)
 
     @property
     def publishes(self) -> tuple[str, ...]:
-        """The destinations named for `idemconsumer check`."""
+        """The destinations that `idemconsumer check` verifies."""
         return self._publishes
 
     @property
     def settings(self) -> Settings:
-        """The settings of this process: its worker's, or else the environment's. Raises ConfigurationError if one of
-        them is wrong."""
+        """The settings of this process: its worker's if it has one, else the environment's. Raises ConfigurationError
+        if one of them is wrong."""
         return self._configured()
 
     @property
@@ -119,9 +119,9 @@ class App(SagaCalls, Accepting, Pausing):
                 return payment
 
         The signal's payload is the function's return value. The signal, the effects through Tx and the message's record
-        are one commit. `key` identifies the message, as for any handler. `saga_key` gives the key of the saga, and is
-        the same unless given. The saga's tenant is the message's tenant. The handler's stored result is the answer of
-        `signal`: a message for a saga that has ended counts as handled and has no effect on the saga. Raises
+        are one commit. `key` identifies the message, as for any handler. `saga_key` gives the key of the saga; by
+        default it is the same as `key`. The saga's tenant is the message's tenant. The handler's stored result is what
+        `signal` returned: a message for a saga that has ended counts as handled and has no effect on the saga. Raises
         HandlerError for a wrong definition, when the function is decorated.
         """
         decorate = idempotent_handler(source, *sources, key=key, **options)
@@ -166,7 +166,7 @@ class App(SagaCalls, Accepting, Pausing):
             self._handlers[handler.name] = handler
 
     def _common(self, handler: Handler[..., Any], other: Handler[..., Any]) -> str | None:
-        """A source that both consume, of which each message would reach one of them."""
+        """A source that both handlers consume, where each message would reach only one of them."""
         groups = {each.plan.consumer_group(self.name) for each in (handler, other)}
         pairs = product(handler.plan.sources, other.plan.sources)
         common = [min(one, two) for one, two in pairs if consumes(one, two) or consumes(two, one)]
@@ -175,18 +175,18 @@ class App(SagaCalls, Accepting, Pausing):
     def every(
         self, expression: str, *, name: str | None = None, timezone: str = "UTC", catch_up: CatchUp = "last"
     ) -> Callable[[Handler[P, R]], Handler[P, R]]:
-        """Start a saga at each slot of a cron expression: exactly one for each slot, whichever worker comes first.
+        """Start a saga at each slot of a cron expression: exactly one saga per slot, however many workers run.
 
             @app.every("0 3 * * *", timezone="Europe/Berlin")
             @app.idempotent_handler("postgres:reports", key="slot")
             async def nightly(slot: dict[str, str], saga: Saga) -> None: ...
 
         The payload is `{"schedule": name, "slot": "2026-11-22T02:00:00Z"}`, and the saga's key is
-        `name@2026-11-22T02:00Z`. The name is the handler's unless given. `catch_up` decides about the slots missed
-        while no worker ran: "all" starts each, "last" starts the last one, and "skip" starts none that is more than a
-        minute late. The database's clock counts. Another expression or time zone under the same name is another
-        schedule, which begins with its next slot. Raises ConfigurationError for an expression, a time zone or a handler
-        that cannot be scheduled. A worker refuses to start if the saga does not take that payload.
+        `name@2026-11-22T02:00Z`. The name is the handler's unless given. `catch_up` decides about slots that were
+        missed while no worker ran: "all" starts each of them, "last" starts the last one, and "skip" starts none that
+        is more than a minute late. Times are those of the database's clock. Another expression or time zone under the
+        same name is another schedule, which begins with its next slot. Raises ConfigurationError for an expression, a
+        time zone or a handler that cannot be scheduled. A worker refuses to start if the saga cannot take that payload.
         """
 
         def scheduled(handler: Handler[P, R], /) -> Handler[P, R]:
@@ -264,14 +264,15 @@ class App(SagaCalls, Accepting, Pausing):
     async def process(self, message: Message, *, handler: Handler[..., Any] | None = None) -> Outcome:
         """Run one message through the same engine, inside a consumer loop of your own.
 
-        The handler is the one on `message.source` unless given; if several handlers consume that source, it must be
-        given. Settle the message yourself, by the outcome, and only after this returns; `retrying` and `busy` mean that
-        the message is not done. One call is one attempt. The first call opens the database that the settings name, and
-        makes the resources; `close` closes them. A saga runs within this call, under a lease of this process. If
-        another process runs the saga, this call waits as long as the handler's `wait` says. Not guaranteed: that work
-        which this process leaves unfinished is resumed; that needs a worker, or another call. Raises StoreUnavailable
-        if nothing could be decided. Raises ConfigurationError, with nothing counted, if the handler itself calls this
-        with its transaction open.
+        The handler is the one that consumes `message.source` unless given; if several handlers consume that source, it
+        must be given. Settle the message yourself, by the outcome, and only after this returns; `retrying` and `busy`
+        mean that the message is not done. One call is one attempt. The first call opens the database that the settings
+        name, and makes the resources; `close` closes them. A saga runs within this call, under a lease of this process.
+        If another process runs the saga, this call waits as long as the handler's `wait` says.
+
+        Not guaranteed: that work which this process leaves unfinished is resumed; that needs a worker, or another call.
+        Raises StoreUnavailable if nothing could be decided. Raises ConfigurationError, with no attempt counted, if the
+        handler itself calls this while its transaction is open.
         """
         chosen = self._decorated(handler or self._handler_of(message.source))
         inline = await self._running()
@@ -285,10 +286,10 @@ class App(SagaCalls, Accepting, Pausing):
         """Return the outcome of a key, waiting up to `wait` for its end. Runs nothing.
 
         `duplicate` carries the stored result (state COMPLETED) or the rejection (FAILED). `dead` is a dead letter.
-        `busy` has begun and not ended. `absent` has no record: it was never started, still waits in its queue, is
-        pruned, or the key is another one. One statement at a time polls for all waiting callers of a process, so they
-        learn of the end at most a second later. Raises StoreUnavailable, BadMessage for an invalid key, and
-        ConfigurationError for another app's handler.
+        `busy` has begun and not ended. `absent` has no record: the message was never sent, still waits in its queue, or
+        is pruned, or its key is another one. One statement at a time polls for all waiting callers of a process, so a
+        caller learns of the end at most about a second late. Raises StoreUnavailable, BadMessage for an invalid key,
+        and ConfigurationError for another app's handler.
         """
         self._check_own(handler)
         seconds, key = parse_duration(wait), given_key(key)
@@ -316,14 +317,15 @@ class App(SagaCalls, Accepting, Pausing):
     ) -> None:
         """Publish to `scheme:name`, or `rabbitmq:exchange/routing.key`; returns when the broker has confirmed.
 
-        With `tx` the message is stored in that transaction: it exists if and only if the transaction commits. For a
-        Postgres queue, workers then take the message from there. For any other broker, a worker then relays it: at
+        With `tx` the message is stored in that transaction: it exists if and only if the transaction commits. In a
+        Postgres queue, workers take the message from there. For any other broker, a worker relays it afterwards: at
         least once, each time with the same message id, and in order with other messages of its key. `key` is the
         message id (Kafka: the record key). Bytes are sent unchanged, anything else as JSON. With `delay` the message
         arrives that much later at the earliest. Without `tx`, only a Postgres queue or a standard queue of SQS (up to
         15 minutes) can delay. Raises ConfigurationError if the broker cannot do this.
 
-        With `tracing` on, headers that carry the current trace are added, unless `headers` has such already.
+        With `tracing` on, headers that carry the current trace are added, unless `headers` contains such headers
+        already.
         """
         scheme, name = parse_destination(destination)
         seconds = parse_duration(delay)
@@ -351,11 +353,13 @@ class App(SagaCalls, Accepting, Pausing):
         await self.close()
 
     async def close(self) -> None:
-        """Close everything that calls in this event loop opened; the end of `async with app:` does the same. Call it
-        after those calls have returned. A call that is still opening something raises StoreUnavailable, or
-        BrokerUnavailable from `publish`, with nothing counted (O36). A call that is running may lose its connection and
-        its resources. Sagas that still run are cut off; a worker or another call resumes them. The next call opens
-        everything anew."""
+        """Close everything that calls in this event loop opened; the end of `async with app:` does the same.
+
+        Call it after those calls have returned. A call that is still opening something raises StoreUnavailable
+        (BrokerUnavailable from `publish`), with nothing counted (O36). A call that is running may lose its connection
+        and its resources. Sagas that still run are cut off; a worker or another call resumes them. The next call opens
+        everything anew.
+        """
         here = self._opened.forget() or Opened()
         self._settings = None
         await here.close()

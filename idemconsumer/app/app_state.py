@@ -1,4 +1,4 @@
-"""What all calls of an app share: its handlers and resources, its settings, and what this process has opened."""
+"""State that all calls of an app share: its handlers and resources, its settings, and what this process has opened."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from idemconsumer.worker.worker import Surroundings
 
 @dataclass(slots=True)
 class Opened:
-    """What calls in one event loop have opened, each by the first that needs it (O26)."""
+    """Everything that calls in one event loop have opened, each part by the first call that needs it (O26)."""
 
     opening: Opening = field(default_factory=lambda: Opening(StoreUnavailable))
     inline: InlineRunner | None = None
@@ -38,7 +38,8 @@ class Opened:
     sagas_admin: SagaAdmin | None = None
 
     async def close(self) -> None:
-        """All of it, whatever one of them raises, as what waits for a task does that was cancelled with its loop."""
+        """Close all parts, even if closing one raises, as it does where a part waits for a task that was cancelled with
+        its loop."""
         await self.opening.close()
         async with AsyncExitStack() as stack:
             if self.inline is not None:
@@ -48,7 +49,7 @@ class Opened:
 
 
 class AppState(ABC):
-    """Of one app. Its calls are in the classes above."""
+    """The state of one app; its subclasses add the calls."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -101,13 +102,13 @@ class AppState(ABC):
         return inline
 
     def _configured(self) -> Settings:
-        """The settings of this process's worker; without one those of the environment, which is read once."""
+        """The settings of this process's worker. Without a worker: those of the environment, which is read once."""
         if self._settings is None:
             self._settings = named_settings(self._around.settings or load(), self.name)
         return self._settings
 
     def _database(self) -> tuple[str, str]:
-        """Its address and the schema."""
+        """The address of the database, and the schema."""
         settings = self._configured()
         if settings.dsn is None:
             raise ConfigurationError(f"app {self.name!r}: no database is given; set IDEMCONSUMER_DSN")
@@ -137,7 +138,7 @@ class AppState(ABC):
 
 
 def _delivery_log(settings: Settings) -> float:
-    """For how many seconds deliveries are logged, 0 for none. Raises ConfigurationError."""
+    """For how many seconds deliveries are logged; 0 for no log. Raises ConfigurationError."""
     try:
         return 0.0 if settings.delivery_log is None else parse_duration(settings.delivery_log)
     except ConfigurationError as error:
@@ -145,6 +146,6 @@ def _delivery_log(settings: Settings) -> float:
 
 
 def named_settings(settings: Settings, app: str, worker: str | None = None) -> Settings:
-    """With addresses whose connections say what they are of."""
+    """The settings with database addresses whose connections name the app and the worker."""
     addresses = {name: getattr(settings, name) for name in ("dsn", "listen_dsn")}
     return replace(settings, **{name: named(dsn, app, worker) for name, dsn in addresses.items() if dsn is not None})

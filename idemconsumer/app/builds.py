@@ -1,4 +1,4 @@
-"""Which code a process runs: what tells workers before a deployment from those after it (L29)."""
+"""The build: an identifier of a process's code, which differs between workers before and after a deployment (L29)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DIGITS: Final = 12
 
 
 def build_of(handlers: Iterable[Handler[..., Any]]) -> str:
-    """A hash of the source of the modules that these handlers are in, and of all that are loaded from their packages.
+    """A hash of the source of the modules that define these handlers, and of all loaded modules of their packages.
 
     Not guaranteed: that nothing else has changed, or that another process has loaded the same modules.
     """

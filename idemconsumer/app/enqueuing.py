@@ -1,4 +1,4 @@
-"""Messages that are published in a transaction of the caller's: into a Postgres queue (P6), or the outbox (X1)."""
+"""Publishing in a transaction of the caller's: into a Postgres queue (P6), or into the outbox (X1)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from idemconsumer.stores.tx import PostgresTx, connection_of
 
 
 async def enqueue_in(tx: Tx | AsyncConnection[Any], schema: str, queue: str, message: Outgoing) -> None:
-    """It exists if and only if the transaction commits. In a handler that sends ahead it is not waited for (J26)."""
+    """Enqueue a message, which exists if and only if the transaction commits. In a handler that pipelines its
+    statements this returns without waiting for the result (J26)."""
     query, params = enqueuing(schema, queue, message)
     if not isinstance(tx, PostgresTx) or not await tx.send_along(query.decode(), params):
         with in_words(schema):
@@ -24,7 +25,7 @@ async def enqueue_in(tx: Tx | AsyncConnection[Any], schema: str, queue: str, mes
 
 
 async def store_in(tx: Tx | AsyncConnection[Any], schema: str, destination: str, message: Outgoing) -> None:
-    """For a relay, which sends it once the transaction has committed. As `enqueue_in`."""
+    """Store a message in the outbox, for a relay to send after the commit. Otherwise like `enqueue_in`."""
     query = load(schema)["store_outgoing"]
     params = {
         "destination": destination,

@@ -1,4 +1,4 @@
-"""An app without a worker: what a process needs to run single messages and to wait for results."""
+"""An app without a worker: runs single messages and waits for results."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _PASS_ON: Final = (
     "give the message to app.publish(…, tx=tx) or app.start(…, tx=tx), which commit it with this transaction"
 )
 _WITH_TX: Final = "give it tx=tx, so that it is part of this transaction"
-_MAX_ATTEMPTS: Final = 10_000  # keys; the failures of more are forgotten, oldest first
+_MAX_ATTEMPTS: Final = 10_000  # keys; beyond that, the counts of the oldest keys are forgotten
 
 
 class InlineRunner:
-    """Opened by the first call that needs it. A lease and the resources are opened only for what needs them."""
+    """Opened by the first call that needs it. A saga lease and the resources are opened only once a call needs them."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class InlineRunner:
         self._engine = Engine(store, tracing=tracing)
         self._results = Results(store.peek)
         self.resources = resources
-        self.bound: dict[Handler[..., Any], BoundHandler] = {}  # with these resources
+        self.bound: dict[Handler[..., Any], BoundHandler] = {}  # bound to `resources`
         self._opening = Opening(StoreUnavailable)
         self._resourceful = False
         self._saga_lease: SagaLease | None = None
@@ -101,8 +101,9 @@ class InlineRunner:
         return cls(settings, settings.dsn, store, leased, resources, tracing, looked_at)
 
     async def allow(self, kind: Kind) -> None:
-        """H56. Raises ConfigurationError where it was opened by a call that needs less, and its role may do no more;
-        and StoreUnavailable."""
+        """Check the database for a call of this kind, unless the call that opened this needed the same rights (H56: a
+        process that serves the front door alone needs fewer). Raises ConfigurationError if the role lacks rights, and
+        StoreUnavailable."""
         if kind == "worker" and self._kind != kind:
             await check_database(self._dsn, self.settings.schema)
             self._kind = kind
@@ -119,7 +120,7 @@ class InlineRunner:
             stack.push_async_callback(self._results.close)
 
     async def process(self, handler: BoundHandler, message: Message) -> Outcome:
-        """One message to the end of one attempt. A saga that another run holds is waited for as its handler says."""
+        """Run a message to the end of one attempt. If another run holds the saga, wait as its handler says."""
         self._refuse_nested(f"handler {handler.name!r}", "process", _PASS_ON)
         if not self._resourceful:
             await self._open_resources()
@@ -137,14 +138,15 @@ class InlineRunner:
         return outcome
 
     def _refuse_nested(self, subject: str, call: str, instead: str) -> None:
-        """J29. Raises NestedRun, and HandlerFault in a step."""
+        """Refuse a call from a handler whose transaction is open: it would need a second connection (J29). Raises
+        NestedRun, or HandlerFault in a step."""
         if self._store.pool.held_here:
             raise NestedRun(_NESTED.format(subject, call, instead, call))
         if self._saga_lease is not None and self._saga_lease.pool.held_here:
             raise HandlerFault(_NESTED.format(subject, call, instead, call))
 
     async def _joined(self, work: Work) -> Outcome:
-        """Counts the attempts that have failed in this process, as for a delivery that a worker holds."""
+        """Run one attempt. Earlier failed attempts in this process count, as for a delivery that a worker holds."""
         work.attempts = self._attempts.get(work.key, 0)
         if self._engine.lost_connections.suspected(work.key):
             work.suspicion = Suspicion.BEGUN
@@ -166,7 +168,7 @@ class InlineRunner:
                 self._resourceful = True
 
     async def result(self, digest: bytes, wait: float) -> Outcome:
-        """What the key's record says, once it is final or the time is over."""
+        """The outcome in the key's record, once it is final or `wait` seconds have passed."""
         self._refuse_nested("a result", "result", "read it before, and pass it on")
         record = await self._results.over(digest, wait) if wait else None
         if record is None:
@@ -179,11 +181,11 @@ class InlineRunner:
         return await accept(self._store.pool, acceptance)
 
     async def scope_id(self, claim: Claim) -> int:
-        """That of its scope, which is committed."""
+        """The id of the claim's scope, which is committed first."""
         return await scope_id(self._store.pool, claim)
 
     async def standing(self, digest: bytes, scope: str) -> AcceptedStanding | None:
-        """What is on record of a key in this scope."""
+        """The record of a key in this scope."""
         self._refuse_nested("a key", "accepted", "read it before, and pass it on")
         return await look_up(self._store.pool, digest, scope)
 
@@ -193,11 +195,11 @@ class InlineRunner:
         return Signalled(answer)
 
     async def _open_saga_lease(self, handler: BoundHandler) -> SagaLease:
-        from idemconsumer.worker.saga_lease import SagaLease  # with all that runs sagas: only who has some waits for it
+        from idemconsumer.worker.saga_lease import SagaLease  # imports all of sagas: only apps that have some pay
 
         async with self._opening.turn():
             if self._saga_lease is None:
-                leased = [*(plan.options for plan in self._leased), handler.options]  # which may not be included
+                leased = [*(plan.options for plan in self._leased), handler.options]  # `handler` may not be included
                 self._saga_lease = await SagaLease.open(
                     self._dsn,
                     self.settings.schema,
@@ -223,7 +225,7 @@ class InlineRunner:
 
 
 async def _settled_by_caller() -> None:
-    """The caller settles by the outcome."""
+    """Does nothing: the caller of `process` settles the message by its outcome."""
 
 
 def _outcome(record: Record | None) -> Outcome:

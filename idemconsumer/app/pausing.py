@@ -1,4 +1,4 @@
-"""What an app may want of its workers, wherever they run (O14)."""
+"""Pause and resume the handlers of an app in all its workers, wherever they run (O14)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Pausing(AppState):
 
         Returns once the pause is stored: True unless the handler was paused already. Workers obey within about a
         second, or within 15 s if they get no notifications (behind a pooler). Runs in progress finish, sagas too. A
-        message that is fetched but not begun is returned to its queue where that costs nothing, and waits otherwise.
-        `by` is this process's account and machine, unless given. `process` is not paused. Raises StoreUnavailable, and
-        ConfigurationError for a name that is no handler of this app.
+        message that is fetched but not begun goes back to its queue if that costs it nothing; otherwise it waits in the
+        worker. `by` defaults to this process's account and machine. `process` is not paused. Raises StoreUnavailable,
+        and ConfigurationError for a name that is not a handler of this app.
         """
         return await self._controls(handler).pause(self.name, handler, by=by or user(), reason=reason)
 

@@ -1,4 +1,4 @@
-"""Waiting for what others run: all callers of this process that wait for a record share one statement per look."""
+"""Waiting for records that other processes complete. All callers of this process that wait share one statement."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from idemconsumer.errors import StoreUnavailable
 from idemconsumer.rules.backoff import backoff
 from idemconsumer.rules.values import ENDED, Record
 
-_FIRST: Final = 0.05  # seconds between two looks, doubling while no caller arrives and no record ends
+_FIRST: Final = 0.05  # seconds between two polls; doubles while no caller arrives and no record ends
 _LAST: Final = 1.0
 
 
 class Results:
-    """`peek` reads committed records. The database sends no word of them: completions must not pay for a NOTIFY."""
+    """Polls committed records with `peek`. The database does not notify: a completion must not pay for a NOTIFY."""
 
     def __init__(self, peek: Callable[[Sequence[bytes]], Awaitable[list[Record | None]]]) -> None:
         self._peek = peek
         self._waiting: dict[bytes, set[asyncio.Future[Record]]] = {}
         self._came = asyncio.Event()
-        self._in_vain = 0  # looks in a row
+        self._in_vain = 0  # polls in a row without a new caller or an ended record
         self._poller = Duty(self._poll)
 
     async def over(self, key: bytes, seconds: float) -> Record | None:
-        """The record of `key` once it is completed, failed or dead; None when that takes longer than `seconds`.
+        """The record of `key` once it is completed, failed or dead; None if that takes longer than `seconds`.
 
-        An outage of the database only takes time: callers that get None can query again.
+        An outage of the database only takes time: after None, a caller can query again.
         """
         future: asyncio.Future[Record] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, set()).add(future)
@@ -70,7 +70,8 @@ class Results:
         return bool(ended)
 
     async def _pause(self, seconds: float) -> bool:
-        """Whether a caller arrived meanwhile; it waits for the shortest pause, so that arrivals do not set the pace."""
+        """Wait, and return whether a caller arrived. After an arrival the shortest pause still applies, so that
+        arrivals do not set the pace of the polls."""
         clock, came = asyncio.get_running_loop().time, False
         deadline = clock() + seconds
         while await within(deadline - clock(), self._came):

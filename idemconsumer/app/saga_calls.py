@@ -1,4 +1,4 @@
-"""What an app is asked about one saga by its key: to begin it, to tell it something, to end it."""
+"""The calls of an app about one saga, by its key: start, inspect, signal, cancel and decide."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class SagaCalls(AppState):
         tenant: str | None = None,
         tx: Tx | AsyncConnection[Any] | None = None,
     ) -> None:
-        """Begin a saga from code; a worker of this app runs it.
+        """Start a saga from code; a worker of this app runs it.
 
-        With `tx` (of a handler, or a psycopg connection of your own) the saga begins if and only if that transaction
-        commits. Without `tx` it is committed on return. A second start under the same key is a duplicate, or a conflict
-        if its payload differs. `key` replaces the handler's key rule, and `tenant` its tenant rule. Raises BadMessage
-        if the handler could not take the payload or the key, TypeError if the payload is not JSON, and
-        ConfigurationError if it is not a saga of this app.
+        With `tx` (of a handler, or a psycopg connection of your own) the saga starts if and only if that transaction
+        commits. Without `tx` the start is committed when this returns. A second start with the same key is a duplicate,
+        or a conflict if its payload differs. `key` replaces the handler's key rule, and `tenant` its tenant rule.
+        Raises BadMessage if the handler could not take the payload or the key, TypeError if the payload is not JSON,
+        and ConfigurationError if it is not a saga of this app.
         """
         await self._start(handler, payload, key, tenant, tx, {})
 
@@ -103,7 +103,7 @@ class SagaCalls(AppState):
         sent if and only if that transaction commits. Without `tx` it is sent when this returns. A saga that has not
         begun gets the signal later, if it begins within the handler's `retain`. Not guaranteed: that a wait takes the
         signal before the saga ends. Raises StoreUnavailable, BadMessage for an invalid key, TypeError for a payload
-        that is not JSON, and ConfigurationError for an invalid name or if it is not a saga of this app.
+        that is not JSON, and ConfigurationError if the name is invalid or the handler is not a saga of this app.
         """
         self._check_saga(handler, NAMED, "signal: ")
         key, encoded = given_key(key), codecs.encode(payload, "payload", "give")
@@ -123,12 +123,12 @@ class SagaCalls(AppState):
     ) -> Cancellation:
         """Cancel a saga that has not ended; with `undo`, its finished steps are undone.
 
-        Returns once the request is stored, or once the saga is known to have ended first; never both. The saga's worker
-        notices within about a second, and the saga ends FAILED with the code `cancelled`, for which `result` waits. A
-        step that is in flight in a transaction gets a minute to finish. A call in flight is cut off, and its outcome is
-        found out as after a lost worker; if that is impossible, the saga becomes a dead letter with the reason
-        `unknown_effect`. A saga that is a dead letter is cancelled too. Raises StoreUnavailable, BadMessage for an
-        invalid key, and ConfigurationError if it is not a saga of this app.
+        Returns once the request is stored, or once it is known that the saga had ended first; never both. The saga's
+        worker notices within about a second, and the saga ends FAILED with the code `cancelled`, for which `result`
+        waits. A step that is in flight in a transaction gets a minute to finish. A call in flight is cut off, and its
+        outcome is determined as after the loss of a worker; if that is impossible, the saga becomes a dead letter with
+        the reason `unknown_effect`. A saga that is already a dead letter can be cancelled too. Raises StoreUnavailable,
+        BadMessage for an invalid key, and ConfigurationError if it is not a saga of this app.
         """
         admin, digest = self._saga_of(handler, tenant, key, "only a saga can be cancelled")
         return await admin.cancel(digest, undo=undo, by=None)
@@ -143,15 +143,15 @@ class SagaCalls(AppState):
         tenant: str | None = None,
         attempt: int | None = None,
     ) -> None:
-        """Report how a call of unknown outcome ended, or its undo if that was begun. The saga then goes on at once,
+        """Report how a call of unknown outcome ended, or its undo if the undo was begun. The saga then goes on at once,
         with all its attempts.
 
-        `Done(result)` stores the result as the step's output, in JSON. When the saga goes on, the annotation of the
-        step's function decodes it; if it does not fit, the saga becomes a dead letter with the reason `saga_changed`.
-        `NotDone()` lets the saga make the call again, with the same key. `attempt` is the step's number of attempts, as
-        `saga` reports it: with it, the answer is refused if the call was begun again since you asked the remote. Raises
-        StoreUnavailable, BadMessage for an invalid key, TypeError for a result that is not JSON, and ConfigurationError
-        if there is no such step or attempt, or if a worker runs the saga.
+        `Done(result)` stores the result as the step's output, in JSON. When the saga goes on, the output is decoded by
+        the annotation of the step's function; if it does not fit, the saga becomes a dead letter with the reason
+        `saga_changed`. `NotDone()` lets the saga make the call again, with the same key. `attempt` is the step's number
+        of attempts, as `saga` reports it: with it, the answer is refused if the call was begun again after you asked
+        the remote system. Raises StoreUnavailable, BadMessage for an invalid key, TypeError for a result that is not
+        JSON, and ConfigurationError if there is no such step or attempt, or if a worker is running the saga.
         """
         admin, digest = self._saga_of(handler, tenant, key, "only a saga has steps")
         await admin.decide(digest, step, answer, by=None, attempt=attempt)

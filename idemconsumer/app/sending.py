@@ -1,4 +1,4 @@
-"""What is accepted and goes to its handler's own broker: as it is sent, and as the handler will see it (H46)."""
+"""Accepted messages that go to their handler's own broker: the message as sent, and as the handler sees it (H46)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _GIVEN: Final = frozenset({"header", "message_id", "record_key", "first"})
 
 
 def check_via(plan: HandlerPlan, via: str) -> None:
-    """Raise ConfigurationError where the handler does not get what is sent there, or what it would make of it cannot be
-    known before: what runs then would not be what was accepted."""
+    """Raise ConfigurationError if the handler does not consume that destination, or if the key, tenant or fingerprint
+    that it will read there cannot be known before: it could then run another message than the one that was accepted."""
     scheme, name = destination(via)
     sources = plan.sources
     routed = scheme == "rabbitmq" and "/" in name and any(each.startswith("rabbitmq:") for each in sources)
@@ -55,20 +55,20 @@ def _cannot(plan: HandlerPlan, via: str, problem: str, instead: str) -> Configur
 
 
 def _unknown(spec: KeySpec, scheme: str, name: str) -> str | None:
-    """What of a spec a key that is given cannot stand for: in words."""
+    """The part of a key rule, in words, that cannot be set to a given key before sending; None if all can."""
     if isinstance(spec, str):
         return None
     if not isinstance(spec, Key) or spec.kind not in _GIVEN:
         return describe(spec)
     if spec.kind == "first":
         return next((found for part in spec.specs if (found := _unknown(part, scheme, name))), None)
-    # Within five minutes a FIFO queue drops what has an id that came before, whatever its tenant.
+    # A FIFO queue drops a message whose id was sent within the last five minutes, even by another tenant.
     lacks = scheme == "kafka" or name.endswith(".fifo") if spec.kind == "message_id" else scheme != "kafka"
     return describe(spec) if spec.kind != "header" and lacks else None
 
 
 def _of_content(spec: KeySpec, *, whole: bool = False) -> bool:
-    """Whether it reads nothing but payload and headers; `whole`: several of these too."""
+    """Whether a rule reads only payload and headers. `whole`: several of these, or the whole payload, too."""
     if isinstance(spec, str):
         return True
     if not isinstance(spec, Key):
@@ -87,10 +87,10 @@ async def to_send(
     tenant: str | None,
     headers: Mapping[str, str] = NO_HEADERS,
 ) -> tuple[Call, SentAccepted]:
-    """The call that the handler will make of it, and what is sent. `via` is checked.
+    """The call that the handler will make of the message, and what to send. `via` must have been checked.
 
-    Raises BadMessage where the handler could not take it, or would find another key or tenant in it, and TypeError for
-    a payload that is not JSON.
+    Raises BadMessage if the handler could not take the message, or would find another key or tenant in it, and
+    TypeError for a payload that is not JSON.
     """
     plan, (scheme, name) = bound.plan, destination(via)
     encoded, token = codecs.encode(payload, "payload", "give"), secrets.token_bytes(TOKEN_BYTES)
@@ -116,7 +116,7 @@ async def to_send(
 
 
 def _ordered(message: Message, scheme: str, name: str, order: str) -> Message:
-    """As it arrives: in Kafka under this record key, from a FIFO queue in this group."""
+    """The message as it will arrive: in Kafka under this record key, from a FIFO queue in this group."""
     if scheme == "kafka":
         return replace(message, record_key=order.encode(), order_hint=order)
     if scheme != "sqs" or not name.endswith(".fifo"):
@@ -137,13 +137,13 @@ def _check(bound: BoundHandler, call: Call, key: str, tenant: str | None) -> Non
 
 
 def _without_token(call: Call) -> Call:
-    """What accepts it makes the record, and takes none."""
+    """The call without its token: accepting creates the record, and consumes no token."""
     call.claim = msgspec.structs.replace(call.claim, token=None)
     return call
 
 
 def _headers(spec: KeySpec) -> list[str]:
-    """That a given key or tenant is sent in."""
+    """The names of the headers that carry a given key or tenant."""
     if not isinstance(spec, Key):
         return []
     return [spec.name] if spec.kind == "header" else [name for part in spec.specs for name in _headers(part)]

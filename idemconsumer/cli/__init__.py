@@ -1,6 +1,6 @@
-"""The command line: one module a group of verbs.
+"""The command line: one module per group of verbs.
 
-Errors that a person can act on are one line and an exit code, never a traceback.
+An error that a person can act on is reported in one line with an exit code, never as a traceback.
 """
 
 import os
@@ -8,7 +8,8 @@ import signal
 from contextlib import suppress
 
 if os.getpid() == 1:
-    # The first process of a container gets only signals that it handles. One that is stopped while it still imports
-    # would go on, and be killed at the end of its grace period with work in hand. It ends as it would anywhere else.
-    with suppress(ValueError):  # imported in a thread
+    # The first process of a container gets only the signals that it handles. Stopped while it still imports, it would
+    # go on, and be killed at the end of its grace period with work in flight. With this handler it ends as any other
+    # process would.
+    with suppress(ValueError):  # raised if this is imported in a thread
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))

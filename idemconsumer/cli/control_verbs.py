@@ -1,4 +1,4 @@
-"""`pause`, `resume`, `drain`, `workers`, `audit`: what workers do, while they run."""
+"""`pause`, `resume`, `drain`, `workers`, `audit`: control of running workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dead`: messages put aside for a person, and the way back."""
+"""`dead`: dead letters, and how to run their messages again."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def dead_redrive(given: Given) -> Output:
         done = await redrives.redrive(
             which, by=given.by, run=name, rate=given.rate, dry_run=dry_run, progress=bar.update
         )
-    if given.run is None:  # else they may have been redriven before it was interrupted
+    if given.run is None:  # with --run, an interrupted run may have redriven them all
         await _letters.need_found(given, chosen)
     sagas = done.counts.get(Redriven.RESUMES, 0)
     of_sagas = f", {sagas} of them of sagas, which go on where they stopped" if sagas else ""
@@ -202,7 +202,7 @@ def dead_discard(given: Given) -> Output:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- one letter
+# ----------------------------------------------------------------------------------------------------- one dead letter
 _SHOWN = (
     "id", "handler", "scope", "source", "position", "reason", "error", "attempts", "arrivals", "first_at", "last_at",
 )  # fmt: skip
@@ -210,7 +210,7 @@ _OF_BROKER = ("message_id", "record_key", "timestamp")
 
 
 def show(letter: DeadLetterDetail, redrives: Iterable[Redrive]) -> None:
-    """In full, and what to do about it."""
+    """Print one dead letter in full, and what to do about it."""
     for line in (*facts(_facts(letter, redrives)), *_message(letter)):
         click.echo(line)
 
@@ -243,7 +243,7 @@ def _message(letter: DeadLetterDetail) -> Iterator[str]:
 
 
 def _json(letter: DeadLetterDetail) -> Mapping[str, object]:
-    """All of it; text as text, anything else in base64."""
+    """All fields; bytes that are text as text, others in base64."""
     encoding, body = readable(letter.body)
     fields: dict[str, object] = msgspec.structs.asdict(letter)
     key = None if letter.key is None else letter.key.hex()

@@ -1,4 +1,4 @@
-"""`demo`: duplicates and killed workers, and a ledger in which each payment stands once."""
+"""`demo`: duplicate messages and killed workers, and a ledger that has each payment once."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from idemconsumer.process.child import LIFELINE, WORKER, Exit
 from idemconsumer.settings import PREFIX, Settings
 from idemconsumer.stores.migrations import migrate
 
-_DUPLICATES: Final = 0.3  # share of the payments that are published a second time
+_DUPLICATES: Final = 0.3  # share of the payments that are published twice
 _CONCURRENCY: Final = 8
-_WORK_SECONDS: Final = 4.0  # what the work takes by itself, about; with less it would end before the kills do
-_PAUSES: Final = 0.002, 0.25  # seconds; the bounds of what one booking takes
-_KILLS_BETWEEN: Final = 0.05, 0.65  # share of the payments applied; each later kill would cost a wait of its own
+_WORK_SECONDS: Final = 4.0  # roughly the duration without kills; with a shorter one the work would end before the kills
+_PAUSES: Final = 0.002, 0.25  # seconds; bounds of the duration of one booking
+_KILLS_BETWEEN: Final = 0.05, 0.65  # share of the payments applied; each later kill would cost one more wait
 _STALLED_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.05
 _BAR: Final = 30  # characters
 
-# The queue forgets a message when it is settled; this remembers how often it had been delivered by then.
+# The queue deletes a message when it is settled. This table keeps how often the message had been delivered by then.
 _COUNT_DELIVERIES: Final = """
 create table delivered (deliveries bigint not null);
 create function count_deliveries() returns trigger language plpgsql as $$
@@ -55,7 +55,7 @@ $$;
 create trigger settled after delete on idemconsumer.queue
     referencing old table as gone for each statement execute function count_deliveries();
 """
-# A transaction that is open and idle belongs to a handler in the middle of its work.
+# An open, idle transaction belongs to a handler that is in the middle of its work.
 _IN_HAND: Final = (
     "select application_name, count(*) from pg_stat_activity"
     " where application_name like 'demo-%' and state = 'idle in transaction' group by 1"
@@ -63,7 +63,7 @@ _IN_HAND: Final = (
 
 
 class DemoReport(msgspec.Struct, frozen=True):
-    """What the demo counted. `deliveries` = `messages` + `duplicates` + what came again after a kill."""
+    """What the demo counted. `deliveries` = `messages` + `duplicates` + redeliveries after a kill."""
 
     messages: int
     deliveries: int
@@ -108,7 +108,7 @@ def demo(given: Given) -> Output:
 
 
 class Demo:
-    """One run. Whatever it starts ends with `stack`, and with this process too if that is killed."""
+    """One run. Everything it starts ends with `stack`, and also if this process is killed."""
 
     def __init__(self, stack: ExitStack, messages: int, kills: int, workers: int, seed: int) -> None:
         self._stack = stack
@@ -117,7 +117,7 @@ class Demo:
         self._workers = workers
         self._seed = seed
         low, high = (share * messages for share in _KILLS_BETWEEN)
-        self._kills = sorted(self._chance.uniform(low, high) for _ in range(kills))  # payments applied before each
+        self._kills = sorted(self._chance.uniform(low, high) for _ in range(kills))  # payments applied before each kill
         self._killed = 0
         self._crew: list[subprocess.Popen[bytes]] = []
 
@@ -136,7 +136,7 @@ class Demo:
         ledger = Counter(name for (name,) in self._db.execute("select payment from ledger"))
         return DemoReport(
             messages=self._messages,
-            # What the queue still holds (it holds nothing, unless messages were lost) was delivered as well.
+            # Messages that are still in the queue (none, unless messages were lost) were delivered as well.
             deliveries=self._number("select sum(deliveries) from (table delivered union all"
                                     " select deliveries from idemconsumer.queue) all_of_them"),
             kills=self._killed,
@@ -152,7 +152,7 @@ class Demo:
         payments = [Payment(f"payment-{n:06}", chance.randint(1, 100_000)) for n in range(self._messages)]
         places = [(float(place), payment) for place, payment in enumerate(payments)]
         places += [
-            # Some copies come at once, some when the first has long been applied.
+            # Some copies arrive at once, others long after the first copy was applied.
             (place + chance.uniform(0, self._messages / 4), payment)
             for place, payment in places
             if chance.random() < _DUPLICATES
@@ -171,7 +171,7 @@ class Demo:
         self._stack.callback(self._end_workers)
         shortest, longest = _PAUSES
         pause = min(max(_WORK_SECONDS * self._workers * _CONCURRENCY / published, shortest), longest)
-        # The caller's own settings are not for these workers.
+        # The caller's own settings must not reach these workers.
         clean = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
         self._environment = clean | {PAUSE: str(pause), LIFELINE: str(self._lifeline)}
         self._dsn = dsn
@@ -195,7 +195,7 @@ class Demo:
             worker.wait()
 
     def _watch(self) -> None:
-        """Until all workers have left by themselves, because the queue is empty; kill on the way."""
+        """Kill workers as planned; return when all have exited by themselves, because the queue is empty."""
         before, changed, explained = (-1, -1), time.monotonic(), False
         while any(worker.poll() is None for worker in self._crew):
             applied, queued = (
@@ -219,7 +219,7 @@ class Demo:
         self._raise_if_failed()
 
     def _kill_one(self) -> None:
-        """Kill one that has payments in hand. Just after a start none has any, and then the next look kills."""
+        """Kill a worker with payments in flight. Just after a start there may be none; the next poll kills one."""
         in_hand: dict[str, int] = dict(self._db.execute(_IN_HAND).fetchall())
         ready = [index for index in range(self._workers) if in_hand.get(f"demo-{index}")]
         if not ready:
@@ -247,9 +247,9 @@ class Demo:
         return int(row[0] or 0) if row is not None else 0
 
 
-# ------------------------------------------------------------------------------------------------- what a person sees
+# --------------------------------------------------------------------------------------------------------------- output
 def _show(applied: int, total: int, queued: int) -> None:
-    """One line that is written over, on a terminal only."""
+    """A progress line that overwrites itself; on a terminal only."""
     if sys.stderr.isatty():
         full = _BAR * min(applied, total) // total
         bar = click.style("█" * full, fg="green") + "░" * (_BAR - full)
@@ -268,7 +268,7 @@ def _say(line: str) -> None:
 
 
 def verdict(report: DemoReport) -> str:
-    """The counts, and what they mean."""
+    """The counts, and what they mean, as text."""
     again = report.deliveries - report.messages - report.duplicates
     lines: Iterable[tuple[str, int, str]] = (
         ("payments", report.messages, ""),

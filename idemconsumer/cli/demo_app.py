@@ -1,4 +1,4 @@
-"""The app that `idemconsumer demo` runs: payments into a ledger that would take each of them twice."""
+"""The app that `idemconsumer demo` runs: it books payments into a ledger that does not prevent double bookings."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from idemconsumer.app.app import App
 from idemconsumer.handlers.arguments import Tx
 
 QUEUE = "payments"
-PAUSE = "IDEMCONSUMER_DEMO_PAUSE"  # seconds that a booking takes, so that there is something to kill
+PAUSE = "IDEMCONSUMER_DEMO_PAUSE"  # seconds that one booking takes, so that a kill finds work in flight
 
-# No unique constraint: a payment that is applied twice is there twice.
+# No unique constraint: a payment that is applied twice has two rows.
 LEDGER = "create table ledger (payment text not null, amount bigint not null)"
 
 app = App("demo")
@@ -25,9 +25,9 @@ class Payment:
     amount: int
 
 
-# Many attempts, since each time its worker is killed while it runs costs a payment one.
+# Many attempts, since each kill of its worker costs a running payment one attempt.
 @app.idempotent_handler(f"postgres:{QUEUE}", key="id", max_attempts=100, backoff="100ms, 100ms")
 async def book(payment: Payment, tx: Tx) -> None:
-    """The pause comes between the write and its commit, where a crash is worst."""
+    """Pauses between the write and its commit, where a crash does the most harm."""
     await tx.execute("insert into ledger values (%s, %s)", (payment.id, payment.amount))
     await asyncio.sleep(_pause)

@@ -1,4 +1,4 @@
-"""`doctor`: what is wrong, or will be, for a person and for cron."""
+"""`doctor`: reports present and future problems, for people and for cron."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLORS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 
 
 def leveled(found: Iterable[Finding], said: Callable[[str], str] = str) -> Iterator[str]:
-    """A line for each."""
+    """One line for each finding."""
     for each in found:
         yield f"{click.style(each.level.ljust(8), fg=_COLORS[each.level])} {said(f'{each.subject}: {each.text}')}"
 
@@ -49,7 +49,7 @@ async def _all(given: Given) -> list[Finding]:
         except ConfigurationError:
             if not lacking:
                 raise
-            return lacking  # which is why
+            return lacking  # that explains the error
     from idemconsumer.cli.inspect import findings
     from idemconsumer.cli.target import load_app
 

@@ -1,5 +1,5 @@
-"""Errors that a person can act on: what is said of them, in one line, and the exit code; and the least role of the
-database that may run each command, as `migrate grants` makes it (O35)."""
+"""Errors that a person can act on: their text in one line, and the exit code. Also the least role of the database that
+may run each command, as `migrate grants` creates it (O35)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CANNOT_WRITE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _failure(error: Exception) -> tuple[str, Exit] | None:
-    """What is said of it, and the exit code. None: nobody expected it."""
+    """The text and the exit code for an expected error; None for an unexpected one."""
     if isinstance(error, ImportError):
         error = cannot_import("what idemconsumer needs", error)
     if isinstance(error, ConfigurationError):
@@ -37,20 +37,21 @@ def _failure(error: Exception) -> tuple[str, Exit] | None:
 
 @contextmanager
 def in_one_line(say: Callable[[str, Exception], None]) -> Iterator[None]:
-    """What is expected of the block is said, and ends the process with its code."""
+    """Report an expected error of the block in one line, and exit with its code."""
     try:
         yield
     except Exception as error:
         if (found := _failure(error)) is None:
             raise
         text, code = found
-        # Of several workers that cannot start the first one says it, since they all fail alike.
+        # If several workers cannot start, only the first one reports it, since all fail for the same reason.
         if os.environ.get(WORKER, "0") == "0" or isinstance(error, Replaced):
             say(text, error)
         sys.exit(code)
 
 
-# What is not named here a worker may do. `owner`: who may change the schema; `nobody`: it takes no rights in it.
+# A command that is not named here needs the rights of a worker. `owner`: a role that may change the schema; `nobody`:
+# no rights in the schema are needed.
 LEAST: Final[Mapping[str, Collection[str]]] = {
     "nobody": ("demo", "dev", "migrate grants", "migrate sql"),
     "reader": (
@@ -63,7 +64,7 @@ LEAST: Final[Mapping[str, Collection[str]]] = {
     "front-door": ("keys forget", "requests release", "requests settle"),
     "owner": ("migrate up",),
 }  # fmt: skip
-# Of these a reader may do the half that changes nothing.
+# A reader may run these commands in the way that changes nothing.
 READS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("dead discard", "dead redrive", "outbox discard", "prune"), "with --dry-run"),
     "dead runs": "without --cancel",
@@ -72,12 +73,12 @@ READS: Final[Mapping[str, str]] = {
 
 
 def least(command: str) -> str:
-    """The role that has to be granted."""
+    """The least role that must be granted for a command."""
     return next((role for role, commands in LEAST.items() if command in commands), "worker")
 
 
 def remedy(command: str) -> str:
-    """What to do where this command was denied."""
+    """What to do if the database denied this command."""
     role, half = least(command), READS.get(command)
     also = f"; {half} a reader may run it" if half else ""
     return f"the least role for `{command}` is a {role}, see `idemconsumer migrate grants --{role} ROLE`{also}"

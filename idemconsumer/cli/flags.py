@@ -13,11 +13,11 @@ from click import argument, option
 Words: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _MOST: Final = 2**63 - 1
-ID: Final = click.IntRange(1, _MOST)  # of a row
+ID: Final = click.IntRange(1, _MOST)  # the id of a row
 
 
 class Finite(click.FloatRange):
-    """Python reads "nan" and "inf" as numbers, and no bound refuses the first."""
+    """A number that must be finite: Python parses "nan" and "inf" as floats, and no bound excludes "nan"."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -27,7 +27,7 @@ class Finite(click.FloatRange):
 
 
 def together(*words: Words) -> Words:
-    """As one, in this order."""
+    """Several words as one, in this order."""
 
     def applied(command: Callable[..., Any]) -> Callable[..., Any]:
         for word in reversed(words):
@@ -38,19 +38,19 @@ def together(*words: Words) -> Words:
 
 
 def count(name: str, text: str, default: int, *, least: int = 1, most: int | None = 1_000_000) -> Words:
-    """How many."""
+    """An option for a number of things."""
     bounds = click.IntRange(least, most)
     return option(name, type=bounds, default=default, metavar="N", help=f"{text}  [default: {default}]")
 
 
 def behind(name: str, least: int) -> Words:
-    """Where a list goes on."""
+    """An option for the id after which a list continues."""
     text = "Go on after this one; the last line names it."
     return option(name, type=click.IntRange(least, _MOST), metavar="ID", help=text)
 
 
 def _who(_context: click.Context, _option: click.Parameter, given: str | None) -> str:
-    from idemconsumer.admin.audit import user  # only here: who starts workers needs none of it
+    from idemconsumer.admin.audit import user  # imported here, because starting workers does not need it
 
     return given or user()
 

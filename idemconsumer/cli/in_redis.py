@@ -1,4 +1,4 @@
-"""What Redis has of a request whose key is kept there (H17)."""
+"""The Redis record of a request whose key is kept there (H17)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from idemconsumer.settings import load
 
 
 async def record_in_redis(key: bytes) -> tuple[Record, bool] | None:
-    """And whether its owner was lost. In the Redis of the settings; None without one. Raises StoreUnavailable."""
+    """The record, and whether its owner was lost, from the Redis of the settings; None without a record or without
+    Redis. Raises StoreUnavailable."""
     if (address := load().redis) is None:
         return None
     from idemconsumer.stores.redis.redis_requests import RedisRequests  # an optional driver
@@ -32,7 +33,7 @@ async def is_in_redis(key: bytes) -> bool:
 
 
 async def explained(detail: KeyDetail) -> KeyDetail:
-    """The same, with what Redis has if the database has no record."""
+    """The detail, completed from Redis if the database has no record."""
     if detail.state is not None or (found := await record_in_redis(bytes.fromhex(detail.key))) is None:
         return detail
     record, lost = found
@@ -49,7 +50,7 @@ async def explained(detail: KeyDetail) -> KeyDetail:
 
 
 async def refuse_to_forget(key: bytes) -> None:
-    """Raises NothingFound for a key that Redis has, and not the database."""
+    """Raises NothingFound for a key that only Redis has."""
     if await is_in_redis(key):
         raise NothingFound(
             f"key {key.hex()[:12]} is not forgotten: it is in Redis; to forget it while its request does not run, "

@@ -1,4 +1,4 @@
-"""`check`: every mistake that can be found before the first message."""
+"""`check`: finds every mistake that can be found before the first message."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from idemconsumer.worker.capacity import most_connections, resting_connections
 from idemconsumer.worker.source_findings import SharedSource, source_findings
 from idemconsumer.worker.worker import longest_run, shortest_lease
 
-_FORWARDING: Final = 60.0  # seconds that dead letters wait for where they are forwarded without a warning
+_FORWARDING: Final = 60.0  # seconds that dead letters may wait to be forwarded before there is a warning
 
 
 @verb(
@@ -64,7 +64,7 @@ def check(given: Given) -> Output:
 
 
 class Checked:
-    """What is looked at."""
+    """The app, the settings and the connections that the checks use."""
 
     def __init__(self, app: App, settings: Settings) -> None:
         self.app = app
@@ -77,19 +77,19 @@ class Checked:
         return need_dsn(self.settings), self.settings.schema
 
     def broker(self, scheme: str) -> Broker:
-        """Kept, so that it is to be closed."""
+        """One broker per scheme, kept so that it is closed at the end."""
         if scheme not in self.brokers:
             self.brokers[scheme] = connect(scheme, self.settings)
         return self.brokers[scheme]
 
 
 async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
-    """All findings, in the order in which to repair them."""
+    """All findings, in the order in which to fix them."""
     of = Checked(app, settings)
     for finding in (*_handlers(of), *_schedules(of), *_leases(of)):
         yield finding
     for look in _LOOKS:
-        with suppress(IdemConsumerError):  # said of the database already
+        with suppress(IdemConsumerError):  # the check of the database has reported this already
             async for finding in look(of):
                 yield finding
     try:
@@ -129,7 +129,7 @@ def _schedules(of: Checked) -> Iterator[Finding]:
 
 
 def _leases(of: Checked) -> Iterator[Finding]:
-    """One lease holds for all sagas of a worker, and cuts off transactions that their timeouts would allow."""
+    """A worker has one lease for all its sagas. It cuts off transactions of sagas whose `timeout` is longer."""
     leased = [handler for handler in of.handlers if handler.leased]
     shortest = min(leased, key=lambda handler: handler.options.lease, default=None)
     for handler in leased:
@@ -164,7 +164,7 @@ async def _database(of: Checked) -> AsyncIterator[Finding]:
             if not denied.reads:
                 raise
             reads = "; this role may only read, so what else workers need is seen as their role"
-        await asyncio.to_thread(status, dsn, schema)  # raises for a migration that is not the one applied
+        await asyncio.to_thread(status, dsn, schema)  # raises if an applied migration differs from this version's file
         exposed = await is_exposed(dsn)
         durable = await durability(dsn)
         advised = await advice(dsn, schema)
@@ -178,13 +178,13 @@ async def _database(of: Checked) -> AsyncIterator[Finding]:
 
 
 async def _secrets(of: Checked) -> AsyncIterator[Finding]:
-    """Whether keys are hashed as in the database, and whether a secret can go (R39)."""
+    """Whether this process hashes keys as the database does, and whether a secret can be removed (R39)."""
     for finding in await examine_secrets(*of.database):
         yield finding
 
 
 async def _redis(of: Checked) -> AsyncIterator[Finding]:
-    """What the requests of an app are kept in, or copied to (H28)."""
+    """The Redis in which an app's requests are kept, or to which they are copied (H28)."""
     if of.settings.redis is None:
         return
     try:
@@ -200,7 +200,7 @@ async def _redis(of: Checked) -> AsyncIterator[Finding]:
 
 
 async def _certificates(of: Checked) -> AsyncIterator[Finding]:
-    """Until when ours are valid (K27)."""
+    """How long the client certificates of this process are still valid (K27)."""
     for server, file in certificates.ours(of.settings):
         level: Literal["ok", "warning", "error"] = "warning"
         text = f"{file} cannot be read as a PEM certificate"
@@ -214,7 +214,7 @@ async def _certificates(of: Checked) -> AsyncIterator[Finding]:
 
 
 async def _retries(of: Checked) -> AsyncIterator[Finding]:
-    """What is stored until its next attempt (D18)."""
+    """Messages that are stored until their next attempt (D18)."""
     delayed = {each.name: each for each in await Admin(*of.database).delayed()}
     for handler in of.handlers:
         if (waiting := delayed.get(handler.retry_source.partition(":")[2])) is not None:
@@ -224,14 +224,14 @@ async def _retries(of: Checked) -> AsyncIterator[Finding]:
 
 
 async def _unforwarded(of: Checked) -> AsyncIterator[Finding]:
-    """Dead letters that are not where `dead_letter_to` says (O19)."""
+    """Dead letters that have not been forwarded to `dead_letter_to` yet (O19)."""
     for each in await Admin(*of.database).unforwarded(of.app.name):
         text = f"{each.letters} dead letters are to be forwarded, the first one for {each.seconds:.0f} s"
         yield Finding("warning" if each.seconds > _FORWARDING else "ok", f"handler {each.handler}", text)
 
 
 async def _orphans(of: Checked) -> AsyncIterator[Finding]:
-    """Sagas that nobody continues (L31)."""
+    """Sagas that no worker will continue (L31)."""
     for each in await find_orphans(*of.database, of.app.name, of.app.sagas):
         yield Finding("warning", f"sagas of {each.waiting.app}/{each.waiting.handler}", each.text)
 
@@ -257,7 +257,7 @@ async def _sources(of: Checked) -> AsyncIterator[Finding]:
 
 
 async def _destinations(of: Checked) -> AsyncIterator[Finding]:
-    """Whether they exist. Whether one takes what is published, only publishing can tell."""
+    """Whether the destinations exist. Only publishing can tell whether one accepts a message."""
     letters = [handler.options.dead_letter_to for handler in of.handlers]
     for destination in dict.fromkeys((*of.app.publishes, *filter(None, letters))):
         scheme, name = split_source(destination)
@@ -277,7 +277,7 @@ async def _together(of: Checked) -> AsyncIterator[Finding]:
 
 
 async def _connections(of: Checked) -> AsyncIterator[Finding]:
-    """R45. Of web processes nobody knows here how many there are."""
+    """R45: whether the connection limit suffices. The number of web processes is not known here."""
     subject, most = f"database {database_name(of.settings.dsn)}", most_connections(of.handlers, of.settings)
     kind, processes, who = "worker", of.settings.workers, f"{of.settings.workers} workers"
     if not of.handlers:  # H56
@@ -287,7 +287,7 @@ async def _connections(of: Checked) -> AsyncIterator[Finding]:
         f"holds {resting_connections(of.handlers)}"
     )
     limit = None
-    with suppress(IdemConsumerError):  # said of the database already
+    with suppress(IdemConsumerError):  # the check of the database has reported this already
         limit = await narrowest(need_dsn(of.settings))
     if limit is None:
         yield Finding("ok", subject, text)

@@ -1,4 +1,4 @@
-"""`keys` and `explain`: what the database knows of a key."""
+"""`keys` and `explain`: what the database stores about a key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _which = together(
 
 
 async def _found(given: Given, *, unknown: bool = False) -> tuple[Keys, bytes]:
-    """The stored key that is meant, and what knows of it."""
+    """The chosen stored key, and the `Keys` for queries and decisions about it."""
     known = Keys(*given.database)
     need_key(given, "keys list")
     return known, await known.find(
@@ -43,7 +43,7 @@ async def _found(given: Given, *, unknown: bool = False) -> tuple[Keys, bytes]:
 
 
 async def _forget_copy(known: Keys, key: bytes) -> None:
-    """H33: what Redis has of it, if it answers."""
+    """H33: forget the copy in Redis too, if Redis answers."""
     if (address := load().redis) is None:
         return
     from idemconsumer.stores.redis.copies import Copies

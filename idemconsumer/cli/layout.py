@@ -1,4 +1,4 @@
-"""What is found, as people read it: tables, facts, times, and text from elsewhere."""
+"""Output for people: tables, facts, times, and text from outside."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Final
 
-_WIDEST: Final = 100  # characters of a cell
-_SHORT: Final = 12  # digits of a stored key that a person reads
+_WIDEST: Final = 100  # characters, of a cell
+_SHORT: Final = 12  # digits of a stored key that are shown to people
 
 
 def listed(columns: str, rows: Iterable[Iterable[object]], none: str = "") -> Iterator[str]:
-    """A table with these columns, named between commas; or that there is none. Made when it is printed."""
+    """A table with these columns, whose names are separated by commas, or the text `none`. Built when it is printed."""
     lines = [tuple(map(cell, row)) for row in rows]
     yield table([columns.split(", "), *lines]) if lines else none
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns, the first one in capitals. What would make one of them wide is cut, but for the last column;
-    `--json` has all of it."""
+    """Rows in columns, the first row in capitals. Long cells are cut, except in the last column; `--json` shows all of
+    it."""
     rows = [
         [*(text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…" for text in row[:-1]), row[-1]] for row in rows
     ]
@@ -29,39 +29,39 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def cell(value: object) -> str:
-    """Of a table, or one fact."""
+    """The text of one cell, or of one fact."""
     return "-" if value is None else time_of(value) if isinstance(value, datetime) else printable(str(value))
 
 
 def facts(found: Iterable[tuple[str, object]]) -> Iterator[str]:
-    """A line for each that is known, by name."""
+    """A line with name and value for each value that is not None."""
     for name, value in found:
         if value is not None:
             yield f"{name:<11} {printable(str(value))}"
 
 
 def short(key: bytes | str) -> str:
-    """Of a stored key as many digits as a person reads."""
+    """The first digits of a stored key, as many as are shown to people."""
     return (key.hex() if isinstance(key, bytes) else key)[:_SHORT]
 
 
 def time_of(at: datetime) -> str:
-    """To the second."""
+    """A time, to the second."""
     return f"{at:%Y-%m-%d %H:%M:%S}"
 
 
 def printable(text: str) -> str:
-    """Text from elsewhere that cannot steer a terminal: what is not printable is escaped."""
+    """Text from outside, made unable to control a terminal: characters that are not printable are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
 def multiline(text: str) -> str:
-    """Lines of text from elsewhere."""
+    """Several lines of text from outside, made printable."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def in_words(value: object) -> str:
-    """Text as it is, other bytes as base64."""
+    """Text unchanged; bytes that are not text as base64."""
     if not isinstance(value, bytes):
         return str(value)
     encoding, text = readable(value)
@@ -69,13 +69,13 @@ def in_words(value: object) -> str:
 
 
 def either(value: str | bytes) -> dict[str, str]:
-    """Text as `text`, anything else as `base64`."""
+    """Text under `text`, other bytes under `base64`."""
     encoding, text = ("utf-8", value) if isinstance(value, str) else readable(value)
     return {"text" if encoding == "utf-8" else "base64": text}
 
 
 def readable(body: bytes) -> tuple[str, str]:
-    """The encoding of what may be text, and the text."""
+    """The encoding (`utf-8` or `base64`), and the body in it."""
     try:
         return "utf-8", body.decode()
     except UnicodeDecodeError:

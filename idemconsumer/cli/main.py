@@ -1,4 +1,4 @@
-"""The command line: one module a group of verbs; errors that a person can act on are one line, never a traceback."""
+"""The command line: one module per group of verbs. An error that a person can act on is one line, never a traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from idemconsumer.cli.failures import in_one_line, remedy
 from idemconsumer.errors import Denied
 from idemconsumer.process.child import MEANINGS
 
-# Their homes. One is imported when it is used: the launcher of a worker waits for nothing that only others need.
+# The module of each verb. A module is imported when its verb is used, so the launcher of a worker does not wait for
+# imports that only other verbs need.
 VERBS: Final[Mapping[str, str]] = {
     "demo": "demo",
     "run": "run_verb",
@@ -41,7 +42,7 @@ VERBS: Final[Mapping[str, str]] = {
     "prune": "message_verbs",
 }
 
-_WORDS: Final = "idemconsumer.words"  # what was written, in a context's `meta`
+_WORDS: Final = "idemconsumer.words"  # the words of the command line, in a context's `meta`
 
 _EPILOG = (
     "\b\nExit codes:\n"
@@ -84,7 +85,7 @@ class _Root(click.Group):
 
 
 def _is_utf8(argument: str) -> bool:
-    """Of one that is not, Python keeps the bytes as halves of characters, which nothing could store or send."""
+    """Whether an argument is UTF-8. In others Python keeps lone surrogates, which cannot be stored or sent."""
     return not any("\ud800" <= character <= "\udfff" for character in argument)
 
 

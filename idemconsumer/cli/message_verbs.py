@@ -1,4 +1,4 @@
-"""`publish`, `prune`, `skip` and `kafka`: messages at their brokers, and what is left of them here."""
+"""`publish`, `prune`, `skip` and `kafka`: messages at their brokers, and their records and offsets in the database."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from idemconsumer.settings import Settings
 from idemconsumer.sql.queries import misconfigured, takes_no_writes
 from idemconsumer.worker.retention import prune_once
 
-_BATCH = 500  # messages between two steps of the progress bar
+_BATCH = 500  # messages per step of the progress bar
 
 
 @verb(

@@ -1,4 +1,4 @@
-"""`outbox`: outgoing messages that are not with their brokers yet."""
+"""`outbox`: outgoing messages that have not reached their brokers yet."""
 
 from __future__ import annotations
 
@@ -96,6 +96,6 @@ def outbox_discard(given: Given) -> Output:
 
 
 def _json(found: NamedRow) -> dict[str, object]:
-    """Text as text, anything else in base64."""
+    """All columns; bytes that are text as text, others in base64."""
     headers = [{"name": name, **either(value)} for name, value in found.headers.items()]
     return {**found, "headers": headers, "body": either(found.body)}

@@ -1,4 +1,4 @@
-"""`requests`: what processes that are gone have left of HTTP requests in leased mode, and what is decided about it."""
+"""`requests`: HTTP requests in leased mode whose process is gone, and decisions about them."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ async def _opened(given: Given, *, reads: bool = False) -> AsyncIterator[Request
         return
     dsn, schema = given.database
     try:
-        await check_database(dsn, schema, longest_run=_LONGEST, kind="front-door")  # as who serves them
+        await check_database(dsn, schema, longest_run=_LONGEST, kind="front-door")  # like a process that serves them
     except Denied as denied:
         if not (reads and denied.reads):  # O35
             raise

@@ -50,7 +50,7 @@ _worker_options = together(
 
 
 class _Service(click.Command):
-    """Whatever it has to say is in the format of its log, also that it cannot run."""
+    """A command that reports everything in the format of its log, even that it cannot run."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> click.Context:
         given = log_format(_flag(args))
@@ -74,7 +74,7 @@ class _Service(click.Command):
 
 
 def _flag(words: Sequence[str]) -> str | None:
-    """What `--log-format` says, also where other words cannot be read."""
+    """The value of `--log-format`, even if other words cannot be parsed."""
     found = [after for word, after in pairwise(words) if word == "--log-format"]
     found += [word.partition("=")[2] for word in words if word.startswith("--log-format=")]
     return found[-1] if found else None
@@ -143,13 +143,13 @@ def _run(
     crew: Fleet | None = None
     ops: AbstractAsyncContextManager[None] = nullcontext()
     if settings.ops_port is not None:
-        # What serves, and knows what it serves, is for those alone who want it.
+        # The HTTP server and the figures that it serves are imported only if they are wanted.
         from idemconsumer.observe.fleet import Fleet
         from idemconsumer.observe.ops import Ops
 
         crew = Fleet(settings.workers)
         ops = Ops(crew, settings).serving(*listening_at(settings.ops_port))
-    # As variables, since the children are started without options.
+    # Passed as variables, since the children are started without options.
     given = {PREFIX + name.upper(): str(value) for name, value in flags.items() if value is not None}
     supervisor = Supervisor(
         [sys.executable, "-m", "idemconsumer", "run", target],
@@ -173,8 +173,8 @@ async def _supervised(supervisor: Supervisor, beside: AbstractAsyncContextManage
 
 
 def _serve(target: str, settings: Settings) -> Exit:
-    # Only here: these are most of the program, and the launcher would import them before it starts a worker.
-    gc.disable()  # what is imported stays: each collection meanwhile is in vain
+    # Imported only here: these modules are most of the program, and the launcher starts workers without them.
+    gc.disable()  # imported objects stay alive, so a collection during the imports would find no garbage
     try:
         from idemconsumer.cli.target import announce, load_app
 
@@ -195,15 +195,15 @@ def _serve(target: str, settings: Settings) -> Exit:
         return launch(make, settings.drain_timeout)
     except IdemConsumerError:
         raise
-    except Exception as error:  # noqa: BLE001 - the last one to say it
+    except Exception as error:  # noqa: BLE001 - nothing above this would log it
         log.error("worker failed", exc_info=error)
         return Exit.ERROR
 
 
 def _reread(target: str, flags: Mapping[str, Any]) -> None:
-    """What workers that are started again will read (O17). Raises ConfigurationError."""
+    """Read what restarted workers will read (O17), and write the reload to the audit. Raises ConfigurationError."""
     settings = load(**flags)
-    # Only here: a launcher that is never asked needs none of it.
+    # Imported only here: a launcher that gets no SIGHUP does not need it.
     from idemconsumer.admin.audit import user
     from idemconsumer.admin.control import Controls
 

@@ -1,4 +1,4 @@
-"""`sagas`: which run, which wait, what happened to one, and what a person decides about it."""
+"""`sagas`: lists running and waiting sagas, shows the history of one, and takes decisions about one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _given(text: str, option: str, example: str) -> Any:
 
 
 async def _found(given: Given) -> tuple[SagaAdmin, bytes]:
-    """The stored key of the saga that is meant, and what decides about it."""
+    """The `SagaAdmin` for decisions, and the stored key of the chosen saga."""
     admin = SagaAdmin(*given.database)
     need_key(given, "sagas list")
     return admin, await admin.find(prefix=given.prefix, handler=given.handler, key=given.key)
@@ -231,7 +231,7 @@ def _answer(detail: SagaDetail, what: str) -> Output:
 
 # ------------------------------------------------------------------------------------------------------------ one saga
 def facts(detail: SagaDetail) -> Iterator[tuple[str, Any]]:
-    """What is known of a saga, beside its history and its steps."""
+    """The facts about a saga, without its history and its steps."""
     yield "key", detail.key
     yield "scope", detail.scope
     yield "begun by", detail.parent and f"saga {short(detail.parent)}"

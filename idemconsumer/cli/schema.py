@@ -1,4 +1,4 @@
-"""`migrate`: the tables."""
+"""`migrate`: the schema and its migrations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def up(given: Given) -> Output:
             if not given.as_json:
                 click.echo(f"applied {each}")
     except Exception:
-        if given.as_json and done:  # they stay
+        if given.as_json and done:  # the applied ones stay
             print_json(_rows(done))
         raise
     return Output(_rows(done), () if done else f"schema {schema} is up to date")

@@ -1,4 +1,4 @@
-"""`status`: how things stand, once."""
+"""`status`: the present state, once."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ async def status(given: Given) -> Output:
 
 
 def shown(found: Iterable[Titled]) -> Iterator[str]:
-    """As text, each with its title."""
+    """The tables as text, each with its title."""
     for title, rows in found:
         yield f"{title}: none\n" if len(rows) == 1 else f"{title}\n{table(rows)}\n"
 
 
 def tables(status: Status) -> list[Titled]:
-    """Each with a title; the first row says what its columns are."""
+    """The tables, each with a title; the first row has the names of the columns."""
     return [
         titled(title, columns, (row(each, status) for each in getattr(status, name)))
         for name, title, columns, row in _TABLES
@@ -51,26 +51,26 @@ def tables(status: Status) -> list[Titled]:
 
 
 def titled(title: str, columns: str, rows: Iterable[Cells]) -> Titled:
-    """One of them, of values."""
+    """One table from rows of values."""
     return title, [tuple(columns.split(", ")), *(tuple(map(cell, row)) for row in rows)]
 
 
 def counted(count: int, most: int, more: bool) -> str:
-    """And that it may be more, where not all were read."""
+    """A count, marked as a lower bound if not all rows were read."""
     if count > most:
         return f"more than {most:,}"
     return f"{count:,} or more" if more else f"{count:,}"
 
 
 def ago(seconds: float | None) -> str:
-    """In one unit."""
+    """A duration in one unit."""
     if seconds is None:
         return "-"
     return next((f"{seconds / size:.0f} {unit}" for size, unit in _UNITS if seconds >= 2 * size), f"{seconds:.0f} s")
 
 
 def state_of(line: HandlerLine, at: datetime) -> str:
-    """What holds it up, if anything does."""
+    """What holds the handler up, or that it works."""
     return "; ".join(in_words(each, line, at) for each in line.conditions) or WORKS
 
 

@@ -1,4 +1,4 @@
-"""MODULE:APP, found the way a person in that folder would expect; and what its worker says of it at the start."""
+"""Loads MODULE:APP from the working directory, and announces at its start what a worker runs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _where(error: BaseException) -> str:
-    """The last line of the user's own code on the way to the error."""
+    """The last line of the user's own code in the traceback of the error."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     not_theirs = (str(Path(__file__).parent.parent), str(Path(importlib.__file__).parent), "<frozen", "<string>")
@@ -80,7 +80,7 @@ def _where(error: BaseException) -> str:
 
 
 def announce(app: str, handlers: Sequence[BoundHandler], settings: Settings) -> None:
-    """A table for a person, else the event `started`."""
+    """Print a table to a terminal, or log the event `started`."""
     database = database_name(settings.dsn)
     names = ("handler", "sources", "key", "retain")
     rows = [(handler.name, sources(handler), handler.key_rule, retention(handler)) for handler in handlers]
@@ -111,7 +111,7 @@ def retention(handler: BoundHandler) -> str:
 
 
 def database_name(dsn: str | None) -> str:
-    """host:port/name; no user and no password."""
+    """host:port/name of a database, without user and password."""
     if dsn is None:
         return "none"
     parts = conninfo_to_dict(dsn)

@@ -1,4 +1,4 @@
-"""`top`: `status`, live, with rates."""
+"""`top`: the tables of `status`, updated live, with rates."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from idemconsumer.missing import cannot_import
 from idemconsumer.redaction import error_text
 
 _FAILURES: Final = ("retrying", "failed", "dead", "conflict")
-_MOST: Final = 1_000  # rows, where `status` reads ten times as many
-_SHORTEST: Final = 1.0  # seconds between two words of a worker, of which a rate is made
+_MOST: Final = 1_000  # rows; `status` reads ten times as many
+_SHORTEST: Final = 1.0  # seconds; the shortest time between two reports of a worker from which a rate is computed
 
 Look = Callable[[], Awaitable[Status]]
 
@@ -60,14 +60,14 @@ async def top(given: Given) -> Output | None:
 
 
 class Rates:
-    """What handlers do in a second, from what workers say that they have done."""
+    """The rates of handlers per second, computed from the counts that workers report."""
 
     def __init__(self) -> None:
         self._words: dict[int, tuple[datetime, dict[str, dict[str, int]]]] = {}
         self._rates: dict[int, dict[str, tuple[float, float]]] = {}
 
     def of(self, workers: list[WorkerLine]) -> Mapping[tuple[str, str], tuple[float, float]]:
-        """All outcomes, and failures, by app and handler; of live workers."""
+        """All outcomes and the failures per second, by app and handler, of live workers."""
         sums: defaultdict[tuple[str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         for line in workers:
             if line.id is None or not line.live or line.seen_at is None or line.started_at is None:
@@ -138,7 +138,7 @@ async def _live(look: Look, interval: float) -> None:
             error = ""
             try:
                 found = screen(await look(), rates)
-            except IdemConsumerError as away:  # what was seen last stays
+            except IdemConsumerError as away:  # the last screen stays
                 error = error_text(away)
             live.update(drawn(found, error), refresh=True)
             with contextlib.suppress(TimeoutError):
@@ -148,7 +148,7 @@ async def _live(look: Look, interval: float) -> None:
 
 @contextlib.contextmanager
 def _keys(ended: asyncio.Event) -> Iterator[None]:
-    """`ended` is set at a q. Keys arrive one by one, and are not shown."""
+    """Set `ended` when q is pressed. Keys are read one by one, and not echoed."""
     descriptor, loop = sys.stdin.fileno(), asyncio.get_running_loop()
     before = termios.tcgetattr(descriptor)
 

@@ -1,7 +1,7 @@
-"""What every verb is: its words, and a function from what was typed to an answer, which is printed here.
+"""The frame of every verb: its words, and a function from the typed values to an Output, which is printed here.
 
-A function that asks somebody, or reads a file that may be a terminal's, is no coroutine: Ctrl-C would not reach that
-inside a loop.
+A function that prompts a person, or reads a file that may be a terminal, must not be a coroutine: in an event loop
+Ctrl-C would not interrupt it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from idemconsumer.settings import Settings, load
 
 
 class Given(SimpleNamespace):
-    """What was typed, by the names of its parameters."""
+    """The typed values, by the names of their parameters."""
 
     @cached_property
     def settings(self) -> Settings:
-        """With those that are among the parameters."""
+        """The settings, with those that are among the parameters."""
         return load(**{name: value for name, value in vars(self).items() if name in Settings.__struct_fields__})
 
     @property
     def database(self) -> tuple[str, str]:
-        """Its address and the schema, as all of `admin` takes them; or a ConfigurationError that says what to write."""
+        """The address and the schema, as everything in `admin` takes them. Without an address, a ConfigurationError
+        that says what to write."""
         return need_dsn(self.settings), self.settings.schema
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a verb has to say: `json` with --json, else `text` and, on stderr, `notes`. `warnings` go there in any case;
-    `code` is what the process ends with."""
+    """The output of a verb: `json` with --json; else `text` on stdout and `notes` on stderr. `warnings` go to stderr in
+    any case. `code` is the exit code of the process."""
 
     json: object = None
     text: str | Iterable[str] = ()
@@ -54,7 +55,7 @@ Act: TypeAlias = Callable[[Given], Awaitable[Output | None] | Output | None]
 
 
 class Verbs(click.Group):
-    """Verbs of one subject."""
+    """A group of verbs about one subject."""
 
     def verb(self, name: str, *words: Words, ends: Words | None = None) -> Callable[[Act], click.Command]:
         """See `verb`."""
@@ -68,8 +69,8 @@ class Verbs(click.Group):
 
 
 def verb(name: str, *words: Words, ends: Words | None = None) -> Callable[[Act], click.Command]:
-    """A command with these arguments and options, in this order; it `ends` with --dsn, --schema and --json, or with
-    what is given. A function that has printed all itself answers None."""
+    """A command with these arguments and options, in this order. Last come `ends`, or --dsn, --schema and --json unless
+    given. A function that has printed everything itself returns None."""
 
     def made(act: Act) -> click.Command:
         def command(**given: Any) -> None:
@@ -103,7 +104,7 @@ def print_json(value: object) -> None:
 
 
 def need_dsn(settings: Settings) -> str:
-    """The database's address, or a ConfigurationError that says how to give it."""
+    """The database's address. Without one, a ConfigurationError that says how to give it."""
     if settings.dsn is None:
         raise ConfigurationError(
             "no database is given; set IDEMCONSUMER_DSN, or write --dsn postgresql://user@host:5432/name"

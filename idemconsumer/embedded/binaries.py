@@ -1,4 +1,4 @@
-"""Where the server's binaries come from, and which account may run them."""
+"""The binaries of the server, and the account that may run them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wheel_binaries() -> Path:
 
 
 def runnable(binaries: Path, account: pwd.struct_passwd | None, *, copy: bool) -> Path:
-    """The folder itself if the account can run what is in it, else a copy that it can run."""
+    """The folder itself if the account can run its files, else a copy that it can run."""
     if not (binaries / "postgres").exists():
         raise EmbeddedUnavailable(f"no Postgres in {binaries}; name the folder of initdb and postgres")
     if account is None or _can_run(binaries, account):
@@ -72,7 +72,7 @@ def _copied(installation: Path, account: pwd.struct_passwd) -> Path:
             for path in (unfinished, *unfinished.rglob("*")):
                 if not path.is_symlink():
                     path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
-            # Atomic; two processes may race, and the loser uses the winner's copy.
+            # The rename is atomic. If two processes race, the loser uses the winner's copy.
             with contextlib.suppress(OSError):
                 unfinished.rename(target)
         finally:

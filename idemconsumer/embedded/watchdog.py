@@ -1,4 +1,4 @@
-"""Ends a server when the process that started it is gone, however it went."""
+"""Ends a server when the process that started it has ended, by whatever cause."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from idemconsumer import forks
 
 
 class Watchdog:
-    """Ends process groups and removes a folder when this process is gone, however it went.
+    """Ends process groups and removes a folder when this process has ended, by whatever cause.
 
-    It is a shell at the other end of a pipe, which the kernel closes after SIGKILL too. (PR_SET_PDEATHSIG
-    would act when the *thread* that started the server ends.)
+    It is a shell at the other end of a pipe, which the kernel closes even after SIGKILL. (PR_SET_PDEATHSIG would act
+    when the *thread* that started the server ends.)
     """
 
     _SCRIPT = """
@@ -35,22 +35,22 @@ done
             stderr=subprocess.DEVNULL,
             bufsize=0,
             cwd="/",
-            start_new_session=True,  # a Ctrl-C or a killed group must not take the watchdog along
+            start_new_session=True,  # a Ctrl-C, or a kill of the process group, must not end the watchdog
         )
         forks.not_inherited(self, Watchdog._pipe)
 
     def watch(self, *groups: int) -> None:
-        """These process groups are to be ended, instead of those of the call before."""
+        """End these process groups, instead of those of the previous call."""
         assert self._shell.stdin is not None
         self._shell.stdin.write(" ".join(map(str, groups)).encode() + b"\n")
 
     def dismiss(self) -> None:
-        """The caller has cleaned up itself."""
+        """End the watchdog: the caller has cleaned up itself."""
         self._shell.kill()
         self._shell.wait()
         assert self._shell.stdin is not None
         self._shell.stdin.close()
 
     def _pipe(self) -> list[int]:
-        """A child that is forked must not keep the server."""
+        """The pipe, which a forked child must not hold open: it would keep the server running."""
         return [] if self._shell.stdin is None or self._shell.stdin.closed else [self._shell.stdin.fileno()]

@@ -1,4 +1,4 @@
-"""What handlers and steps are given: the types that users annotate with."""
+"""The arguments of handlers and steps: the types that users write in annotations."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ Duration: TypeAlias = str | float | timedelta
 
 
 class Rows(Protocol[R]):
-    """The rows of one statement. If the statement was sent without waiting, the first read waits for the server."""
+    """The rows of one statement. If the statement was pipelined (sent without waiting for its result), the first read
+    waits for the server."""
 
     @property
     def rowcount(self) -> int:
-        """How many rows the statement returned or changed; -1 if Postgres does not report it. This cannot wait: if the
-        statement was sent without waiting and has no answer yet, this run ends here, and a new run waits for that
+        """How many rows the statement returned or changed; -1 if Postgres does not report it. This property cannot
+        wait: if the statement was pipelined and has no result yet, this run ends here, and a new run waits for that
         statement."""
 
     async def first(self) -> R | None:
@@ -64,10 +65,11 @@ class Tx(Protocol):
         ROLLBACK and the like, for anything that outlives the transaction (SET without LOCAL), in another event loop,
         and after the handler has ended.
 
-        If a handler has not read the rows of a statement in its last runs, the engine sends the statement without
-        waiting for its answer. The order of statements never changes. If such a statement fails, the message runs once
-        more with statements that wait, so the error is raised here all the same; whatever the handler does outside the
-        database then happens again. A statement whose `rowcount` is read is waited for from then on.
+        If a handler has not read the rows of a statement in its last runs, the engine pipelines it: it sends the
+        statement without waiting for its result. The order of statements never changes. If such a statement fails, the
+        message runs once more without pipelining, so the error is raised here all the same; whatever the handler does
+        outside the database then happens again. Once the `rowcount` of a statement has been read, that statement is not
+        pipelined any more.
         """
 
     @overload
@@ -75,7 +77,7 @@ class Tx(Protocol):
         """As above, with each row as an `into`."""
 
     async def send(self, query: LiteralString, params: Params = ...) -> None:
-        """Like `execute`, for a statement whose rows are never read: even its first run does not wait for an answer."""
+        """Like `execute`, for a statement whose rows are never read: it is pipelined even in its first run."""
 
     @property
     def connection(self) -> Any:
@@ -95,9 +97,9 @@ class Batch(Protocol[T_co]):
     function has returned raises HandlerFault, and a call for an item that does not exist raises IndexError.
 
     If an item is rejected or retried, all effects of this function call are rolled back. The items before the first
-    such item are handled once more, without it, and the items after it in a later call. So nothing remains of the work
-    done for it, or of decisions that depended on it. Not guaranteed: that the function sees an item only once, so its
-    effects belong in Tx.
+    such item are handled once more, without it; the items after it are handled in a later call. So nothing remains of
+    the work done for that item, or of decisions that depended on it. Not guaranteed: that the function sees an item
+    only once, so its effects belong in Tx.
     """
 
     def __len__(self) -> int:
@@ -132,28 +134,30 @@ class Step(Protocol):
 
     @property
     def key(self) -> UUID:
-        """The key that the remote must remember: the same for every attempt, another one for the step's undo."""
+        """The key under which the remote system must remember the call: the same for every attempt, another one for the
+        step's undo."""
 
     @property
     def attempt(self) -> int:
-        """How many times this step has called the remote, this call included. An undo continues the count."""
+        """How many times this step has called the remote system, this call included. An undo continues the count."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The headers that carry the trace of this call; send them with it. They are `traceparent` and those that the
+        """The headers that carry the trace of this call; send them along. They are `traceparent` and those that the
         program's propagators add. Empty unless `tracing` is on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[T]):
-    """A reconcile returns this if the remote has done the call. Its `result` is stored, and no further call is made."""
+    """A reconcile returns this if the remote system has done the call. Its `result` is stored, and no further call is
+    made."""
 
     result: T
 
 
 @dataclass(frozen=True, slots=True)
 class NotDone:
-    """A reconcile returns this if the remote has not done the call, which is then made again."""
+    """A reconcile returns this if the remote system has not done the call, which is then made again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +199,7 @@ class Saga(Protocol):
 
     async def patched(self, name: str) -> bool:
         """Return whether this saga takes the changed flow: True, unless it has already passed this place without the
-        change. The answer is recorded once for each saga, so it stays the same."""
+        change. The answer is recorded once per saga, so it stays the same."""
 
     async def tx(
         self,
@@ -229,8 +233,9 @@ class Saga(Protocol):
         args_may_differ: bool = False,
     ) -> S:
         """Run `fn(step, *args)` outside any transaction. It may run more than once, always with the same `step.key`.
-        Under that key the remote must remember what it did, failures too. Before another call, `reconcile` asks the
-        remote whether an earlier call of unknown outcome was done; `reconcile_undo` asks the same about an undo.
+        Under that key the remote system must remember what it did, failures too. Before another call, `reconcile` asks
+        the remote system whether an earlier call of unknown outcome was done; `reconcile_undo` asks the same about an
+        undo.
 
         Limits given here replace the handler's for this step. `timeout` applies to each of its functions, and may
         exceed the handler's. `max_attempts` applies when an attempt fails in this step, and counts the attempts since
@@ -244,7 +249,7 @@ class Saga(Protocol):
 
     async def sleep(self, name: str, duration: Duration, /) -> None:
         """Go on after `duration`: seconds, or a text such as "3d". The end is computed once, by the database's clock.
-        Meanwhile no worker runs the saga. Afterwards any worker resumes it, at no cost of an attempt."""
+        Meanwhile no worker runs the saga. Afterwards any worker resumes it; this costs no attempt."""
 
     @overload
     async def wait(self, name: str, /, *, timeout: Duration | None = ..., signal: str | None = ...) -> Any:
@@ -270,11 +275,11 @@ class Saga(Protocol):
 
     async def first(self, **waits: Coroutine[Any, Any, Any]) -> First:
         """Wait until the first of several waits is over. The waits are `saga.wait(…)`, `saga.sleep(…)` and
-        `saga.result(…)`, not awaited yet, each under a keyword of yours. The answer names that keyword. If the first
-        one over raises, this raises the same.
+        `saga.result(…)`, not awaited yet, each under a keyword of yours. The answer names that keyword. If the wait
+        that is over first raises, this raises the same.
 
-        The same commit records the first one and closes the others: a signal that comes for them later stays for
-        another wait. Raises SagaMisused for any other coroutine, since a step with an effect cannot be closed.
+        The commit that records this wait also closes the others: a signal that comes for them later stays for another
+        wait. Raises SagaMisused for any other coroutine, since a step with an effect cannot be closed.
         """
 
     async def start(
@@ -289,15 +294,17 @@ class Saga(Protocol):
         on_existing: OnExisting = "join",
     ) -> Child[S]:
         """Start another saga of this app, with this saga's tenant, in the commit of this step: once, as `app.start`
-        with `tx` does. Without a `key`, the child's key is made of this saga's and the step's name.
+        with `tx` does. Without a `key`, the child's key is made from this saga's key and the step's name.
 
-        If a saga with the same key and payload exists already, it is the child; with `on_existing="reject"` the step
-        raises Reject with the code `already_exists` instead. Not guaranteed: that a broker's message is seen before a
-        worker has taken it. If the payload differs, the step raises Reject with the code `conflict`; if the difference
-        is found later, `result` raises it. An `undo` counts when this saga is undone and this step has begun the child.
-        A child that has not ended is cancelled and undone, and this saga waits for its end. For a child that has ended
-        COMPLETED, `undo(tx, child, payload)` runs in a transaction, to compensate for it. Without an `undo`, the child
-        is left alone.
+        If a saga with the same key and payload exists already, it becomes the child; with `on_existing="reject"` the
+        step raises Reject with the code `already_exists` instead. Not guaranteed: that a message still at its broker,
+        which no worker has taken yet, is noticed. If the payload differs, the step raises Reject with the code
+        `conflict`; if the difference is found later, `result` raises it.
+
+        An `undo` applies when this saga is undone and this step began the child. A child that has not ended is
+        cancelled and undone, and this saga waits for its end. If the child has ended COMPLETED,
+        `undo(tx, child, payload)` runs in a transaction, to compensate for it. Without an `undo`, the child is left
+        alone.
         """
 
     async def result(self, name: str, child: Child[S], /, *, timeout: Duration | None = None) -> S:
@@ -311,7 +318,7 @@ class Saga(Protocol):
     async def all(self, branches: Iterable[Coroutine[Any, Any, S]], /, *, limit: int = 10) -> list[S]:
         """Run coroutines side by side, such as `saga.call(…)` not awaited yet, at most `limit` at a time. Returns their
         outputs in the order given. Each may take several steps. If `branches` is a generator, the next coroutine is
-        drawn when it may begin.
+        drawn from it when that coroutine may begin.
 
         If one raises an Exception, such as Reject, no other coroutine and no new step begins. The steps in flight
         finish, and the first exception in the order given is raised. Any other end of a step cancels the rest and ends

@@ -1,4 +1,4 @@
-"""One call of a batch handler: its items, and what it decides about each."""
+"""One call of a batch handler: its items, and the handler's decision about each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Items:
         self._fates: dict[int, StoredResult | Exception | None] = {}
         self._closed = False
 
-    # -------------------------------------------------------------------------------------------- what a handler sees
+    # ------------------------------------------------------------------------------------------------- for the handler
     def __len__(self) -> int:
         return len(self._payloads)
 
@@ -60,12 +60,12 @@ class Items:
         except IndexError:
             raise IndexError(f"item {i} is not in a batch of {len(self)}") from None
 
-    # -------------------------------------------------------------------------------------------- what the engine asks
+    # -------------------------------------------------------------------------------------------------- for the engine
     def close(self) -> None:
         self._closed = True
 
     def first_failed(self) -> tuple[int, Exception] | None:
-        """The first item that is not to be applied, and why."""
+        """The first item that is rejected or retried, and its error."""
         failed = [(i, fate) for i, fate in self._fates.items() if isinstance(fate, Exception)]
         return min(failed, key=lambda each: each[0], default=None)
 
@@ -76,6 +76,6 @@ class Items:
 
 
 def _marked_here(error: Exception) -> Exception:
-    """The error as if it were raised in the handler: the line that marked the item is where a person will look."""
+    """The error with a traceback as if the handler had raised it: people look for the line that marked the item."""
     frame = sys._getframe(2)
     return error.with_traceback(TracebackType(None, frame, frame.f_lasti, frame.f_lineno))

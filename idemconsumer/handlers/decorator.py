@@ -1,4 +1,4 @@
-"""The decorator, and what it makes of a function."""
+"""The decorator, and the Handler that it makes of a function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Handler(Generic[P, R]):
 
     @property
     def name(self) -> str:
-        """The name under which its keys are stored. Another name makes every message new."""
+        """The handler's name, which is part of its stored keys. Another name makes every message new."""
         return self.plan.name
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -76,7 +76,7 @@ def idempotent_handler(source: str, *sources: str, key: KeySpec, **options: Unpa
     The first parameter is the payload, decoded by its annotation. `Tx`, `Message` and the app's resources are injected
     by type, in any order. Within `<app>/<tenant>/<name>`, the function's effects through Tx are applied once for each
     key. A plain function runs in a thread, without Tx; its effects are not part of any transaction. A function whose
-    first parameter is a `Batch` of payloads is called once for all new messages of a group. A function that asks for
+    first parameter is a `Batch` of payloads is called once for all new messages of a group. A function that takes
     `Saga` instead of Tx runs step by step, and is resumed at its last recovery point. Raises HandlerError, when the
     function is decorated, for every mistake that is visible by then.
     """

@@ -10,9 +10,9 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.arguments import Duration
 from idemconsumer.logs import log
 
-MAX_RUN = 20 * 86_400.0  # seconds; Postgres and the kernel count them as milliseconds in 31 bits
-MAX_DURATION = 36_500 * 86_400.0  # seconds; times of the database end some thousands of years from now
-MIN_LEASE = 1.0  # seconds; it is renewed three times in that time
+MAX_RUN = 20 * 86_400.0  # seconds; Postgres and the kernel count milliseconds in 31 bits
+MAX_DURATION = 36_500 * 86_400.0  # seconds; far below the last timestamp of the database, thousands of years from now
+MIN_LEASE = 1.0  # seconds; a lease is renewed three times in that time
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*", re.ASCII)
 
@@ -41,7 +41,7 @@ def parse_duration(value: Duration) -> float:
 
 
 def retry_delay(after: Duration, handler: str) -> float:
-    """Seconds that Retry(after=) asks for; 0 for what is no duration."""
+    """The seconds that Retry(after=) asks for; 0 for an invalid duration."""
     try:
         return parse_duration(after)
     except (ConfigurationError, OverflowError) as error:

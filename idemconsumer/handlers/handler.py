@@ -1,4 +1,4 @@
-"""A handler as the engines see it: what turns a message into a call, and how its function is run."""
+"""A handler as the engines see it: it turns a message into a call, and runs the function."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ from idemconsumer.settings import Settings
 
 _DEFAULT_MAX_BYTES = Settings().max_message_bytes
 _NO_RESOURCES: Final[Mapping[type, object]] = MappingProxyType({})
-TENANT: Final = "idemconsumer-tenant"  # header of a message that code gives
+TENANT: Final = "idemconsumer-tenant"  # header of a message that code starts
 NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
-OURS: Final = (TENANT, ORIGIN, ACCEPTED, PARENT)  # that no caller of the application's may send
+OURS: Final = (TENANT, ORIGIN, ACCEPTED, PARENT)  # headers that a caller of the application must not send
 OrderOf: TypeAlias = Callable[[Message, object], str | bytes | None]
 StrandOf: TypeAlias = Callable[[Message], Hashable | None]
-# Of the message as it arrived, the message inside its envelope, and the payload: `Claim.fingerprint` and `.canonical`.
+# From the message as it arrived, the message inside its envelope, and the payload to `Claim.fingerprint` and
+# `.canonical`.
 FingerprintOf: TypeAlias = Callable[[Message, Message, object], tuple[bytes | None, bytes | None]]
 
 
 class Starter(Protocol):
-    """What a saga asks of its app: to start other sagas, and to cancel them."""
+    """The calls by which a saga makes its app start and cancel other sagas."""
 
     async def start(self, handler: Any, payload: Any, *, key: str, tenant: str | None, tx: Tx, parent: bytes) -> None:
-        """Begin a saga with the transaction of `tx`, on behalf of the one under the stored key `parent` (L80)."""
+        """Start a saga with the transaction of `tx`, on behalf of the saga with the stored key `parent` (L80)."""
 
     async def cancel(self, key: bytes, *, undo: bool) -> object:
-        """Request it of the saga under this stored key, which need not be that of a handler of this app any more;
-        committed on return, unless its end came first."""
+        """Request the cancellation of the saga with this stored key, even if no handler of this app has it any more.
+        The request is committed on return, unless the saga had ended before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,23 +87,23 @@ class HandlerPlan:
         return BoundHandler(self, app, max_message_bytes, resources, starter, delivery_log)
 
     def identity(self, app: str) -> StoredName:
-        """Under which it is stored as part of `app` (L68)."""
+        """The name under which the handler is stored as part of `app` (L68)."""
         return StoredName(app, self.name)
 
     def consumer_group(self, app: str) -> str:
-        """That of Kafka."""
+        """The Kafka consumer group."""
         return self.options.consumer_group or app
 
     @property
     def resource_parameters(self) -> tuple[tuple[str, type], ...]:
-        """Parameters, its own and those of its reconcile, that only resources can fill, with their types."""
+        """The parameters of the handler and its reconcile that only resources can fill, with their types."""
         return (*self.signature.resources, *(() if self.reconcile is None else self.reconcile.resources))
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One message, ready to run: decoded and keyed. `order` is what the lane is chosen by; None: it has no order.
-    `payload` is for the first run, which has it once it is `given`."""
+    """One message, ready to run: decoded and keyed. The lane is chosen by `order`; None: the message has no order.
+    `payload` is for the first run; `given` once that run has it."""
 
     arrived: Message
     payload: object
@@ -114,7 +115,7 @@ class Call:
     given: bool = False
 
     def message(self, attempt: int) -> Message:
-        """The message as a handler sees it. Made on demand, since few handlers ask for it."""
+        """The message as a handler sees it. Made on demand, since few handlers take it."""
         return msgspec.structs.replace(self.arrived, key=self.key, tenant=self.tenant, attempt=attempt)
 
 
@@ -158,24 +159,24 @@ class BoundHandler:
         self.identity = plan.identity(self.app)
         group = plan.consumer_group(self.app)
         self.subscriptions = tuple(Subscription(source, plan.name, group) for source in plan.sources)
-        # A queue in Postgres, for messages that their own broker would soon drop and for sagas begun from code.
+        # A queue in Postgres: for messages that their own broker would soon drop, and for sagas begun from code.
         self.own_source = self.identity.own_source
         self.retry_source = self.identity.retry_source
 
     def is_own(self, source: str) -> bool:
-        """Whether it is one of the queues that belong to this handler."""
+        """Whether `source` is a queue that belongs to this handler."""
         return source in (self.own_source, self.retry_source)
 
     @property
     def key_rule(self) -> str:
-        """Where the key comes from, in words."""
+        """The rule for the key, in words."""
         return keys.describe(self.plan.key_spec)
 
     def from_code(
         self, payload: object, *, key: object, tenant: str | None, headers: Mapping[str, str] = NO_HEADERS
     ) -> Call:
-        """The call of a message that code gives. Raises BadMessage where the handler could not take it, and TypeError
-        for a payload that is not JSON."""
+        """The call for a payload that code gives. Raises BadMessage if the handler could not take it, and TypeError for
+        a payload that is not JSON."""
         given, encoded = given_key(key), codecs.encode(payload, "payload", "give")
         headers = {name: value for name, value in headers.items() if name.lower() not in OURS}
         if tenant is not None:
@@ -184,29 +185,29 @@ class BoundHandler:
         return self.call_for(Message(self.own_source, body, headers, message_id=given))
 
     def waits_for(self, message: Message) -> bool:
-        """Whether only `read` can decode it: its `decode=` is an async function."""
+        """Whether the message must be decoded by `read`, since `decode=` is an async function."""
         return self.plan.hook_waits and not message.tombstone and not self._is_from_code(message)
 
     def strand(self, message: Message) -> Hashable | None:
-        """What is dispatched in the order of its arrival while it is decoded. None: it has no order, or needs none,
-        since nobody else's function is asked."""
+        """The strand in which messages are dispatched in order of arrival while they are decoded. None: the message has
+        no order, or needs none here, since no user function decodes it."""
         return self.plan.strand(message) if self.decodes else None
 
     def call_for(self, message: Message) -> Call:
-        """Decode and key a message. Raises only BadMessage; one above the size limit is not even parsed."""
+        """Decode and key a message. Raises only BadMessage. A message above the size limit is not even parsed."""
         opened, from_code = self._opened(message), self._is_from_code(message)
         with _ONLY_BAD:
             return self._keyed(message, opened, self._payload(opened, from_code=from_code), from_code=from_code)
 
     async def read(self, message: Message) -> Call:
-        """As `call_for`, of what `waits_for` it. Raises whatever `decode=` does, too."""
+        """Like `call_for`, for a message that `waits_for` its decoding. Also raises whatever `decode=` raises."""
         opened = self._opened(message)
         payload = await self._decoded(opened)
         with _ONLY_BAD:
             return self._keyed(message, opened, payload, from_code=self._is_from_code(message))
 
     async def renew(self, call: Call) -> None:
-        """Before another run: decode again what the last one may have changed, where `decode=` does that."""
+        """Before another run, call `decode=` again: the last run may have changed its payload."""
         plan = self.plan
         if call.given and plan.hook is not None and not call.arrived.tombstone and not call.from_code:
             call.payload = (
@@ -222,7 +223,7 @@ class BoundHandler:
         return message.source == self.own_source and message.message_id is not None
 
     def _opened(self, message: Message) -> Message:
-        """What is inside its envelope."""
+        """The message inside its envelope."""
         plan = self.plan
         if (size := size_of(message)) > self.max_message_bytes or message.whole is not None:
             beside = " with its headers" if held_size(message) > len(message.body) else ""
@@ -248,8 +249,8 @@ class BoundHandler:
         return Call(message, payload, key, tenant, claim, order, from_code)
 
     def payload(self, call: Call) -> object:
-        """What one run of it gets. A run may change what it is given, so that the next one gets another (R33): of JSON
-        here, of what `decode=` makes by `renew` before."""
+        """The payload for one run. A run may change its payload, so the next run gets a new one (R33): JSON is decoded
+        again here; `renew` has called `decode=` again."""
         if not call.given:
             call.given = True
             return call.payload
@@ -269,18 +270,18 @@ class BoundHandler:
 
     def _identity(self, message: Message, payload: object, *, from_code: bool) -> tuple[str, str | None]:
         plan = self.plan
-        key = (_message_id if from_code else plan.key)(message, payload)  # code has given the key
+        key = (_message_id if from_code else plan.key)(message, payload)  # code has set the key
         if from_code and (given := message.headers.get(TENANT)) is not None:
             return key, str(given)
         return key, None if plan.tenant is None else plan.tenant(message, payload)
 
     def run(self, call: Call, tx: Tx | Saga | None, attempt: int) -> Awaitable[object]:
-        """Run the function and raise what it raises. Cancelling ends an async function at its next await; a plain
-        one runs on in its thread to its end, and its result is ignored."""
+        """Run the function and raise what it raises. A cancellation ends an async function at its next await; a plain
+        function runs on in its thread to its end, and its result is ignored."""
         return self._invoke(self.plan.signature, call, tx, attempt)
 
     async def run_batch(self, items: Items, tx: Tx | None) -> None:
-        """`run` for a function that takes a batch; `items` then holds what was decided about each item."""
+        """Like `run`, for a function that takes a batch; `items` then holds the decision about each item."""
         try:
             returned = await self.plan.signature.invoke(items, tx, items.message(0), self.resources)
         finally:
@@ -292,7 +293,7 @@ class BoundHandler:
             )
 
     async def reconcile(self, call: Call, tx: Tx, attempt: int) -> object:
-        """Ask whether a saga is done already. Only where `reconciles`."""
+        """Ask whether a saga is done already. Only if `reconciles`."""
         assert self.plan.reconcile is not None
         return await self._invoke(self.plan.reconcile, call, tx, attempt)
 
@@ -302,8 +303,8 @@ class BoundHandler:
 
 
 class _OnlyBad:
-    """Around what a message and the functions of its handler decide: whatever they raise is BadMessage, since else the
-    message would end each worker (B18)."""
+    """A context for code that reads a message, user functions included. Whatever it raises becomes BadMessage:
+    otherwise the message would end one worker after another (B18)."""
 
     def __enter__(self) -> None:
         return
@@ -319,7 +320,7 @@ _message_id = extraction.compile_key(keys.Key.message_id(), Any, handler="app.st
 
 
 def given_key(key: object) -> str:
-    """A key that stands in for the handler's key rule. Raises BadMessage for a key that no rule would give."""
+    """A key that replaces the handler's key rule. Raises BadMessage for a key that no rule would give."""
     if key is not None and not isinstance(key, str):
         raise BadMessage("key_invalid", f"key= is of type {type(key).__name__}, not a string")
     return _message_id(Message("", b"", message_id=key), None)

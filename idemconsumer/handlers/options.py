@@ -1,4 +1,4 @@
-"""The options of a handler: how they are written, what they may be, what they mean in seconds."""
+"""The options of a handler: their syntax, their allowed values, and their values in seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from idemconsumer.rules.group_size import MAX_GROUP
 from idemconsumer.rules.saga import ANY_VERSION
 
 RAW_BYTES: Final = "raw bytes"
-"""No path can be written so, since it has a space."""
+"""Not a possible path, since it contains a space."""
 _ANY: Final = re.compile(r"(?s:.*)")
 
 
@@ -114,7 +114,7 @@ class Options(UnnamedOptions, total=False):
 
 
 class _Refused(Exception):
-    """What is wrong with a value, as it goes on behind the name of its option, and what to write instead."""
+    """The problem with a value, worded to follow the name of its option, and what to write instead."""
 
 
 def _integer(most: int) -> Callable[[Any], int]:
@@ -186,7 +186,7 @@ def _backoff(value: Any) -> Backoff:
 
 
 def _reply(value: Any) -> re.Pattern[str] | None:
-    """Which addresses may be replied to."""
+    """Which addresses may get a reply."""
     if isinstance(value, bool):
         return _ANY if value else None
     instead = r'write True, or what whole addresses must match, e.g. reply=r"replies\..*"'
@@ -220,8 +220,8 @@ def _read_by(check: Callable[[Any], Any], default: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """The options of one handler that are values, checked in this order, times in seconds. The others are functions and
-    places in the message, which `planning.py` checks."""
+    """The options of one handler that are plain values, checked in this order, times in seconds. The others are
+    functions and places in the message, which `planning.py` checks."""
 
     group_size: int | None = _read_by(_integer(MAX_GROUP))
     concurrency: int | None = _read_by(_integer(1_000))

@@ -1,4 +1,4 @@
-"""From a function and its options to a plan: every visible mistake is refused here, at import."""
+"""From a function and its options to a plan. Every visible mistake is refused here, at import."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _unsure_paths(key: KeySpec, given: Options, payload_type: Any) -> list[str]:
 
 
 def _decoder(name: str, payload_type: Any, *, hooked: bool) -> codecs.Decode | None:
-    """Of JSON. None: only `decode=` can make such a payload."""
+    """The decoder for JSON. None: only `decode=` can make such a payload."""
     try:
         return codecs.decoder(payload_type)
     except TypeError as error:
@@ -187,7 +187,7 @@ def _check_sources_have(handler: str, sources: tuple[str, ...], option: str, spe
 
 def _only(handler: str, sources: tuple[str, ...], scheme: str, problem: str, instead: str) -> None:
     for source in sources:
-        if source.partition(":")[0] not in (scheme, "memory"):  # memory stands in for all in tests
+        if source.partition(":")[0] not in (scheme, "memory"):  # in tests, memory: stands for any scheme
             raise HandlerError(handler, f"{problem}, which {source!r} does not have", instead)
 
 
@@ -209,7 +209,7 @@ def _check_reply(handler: str, sources: tuple[str, ...], options: Resolved, *, l
 
 
 def _order(handler: str, sources: tuple[str, ...], payload_type: Any, given: Options, *, leased: bool) -> OrderOf:
-    if "order_by" not in given and leased:  # L39
+    if "order_by" not in given and leased:  # L39: by default a saga has no order
         return lambda _, __: None
     if "order_by" not in given:
         return lambda message, _: message.order_hint
@@ -229,13 +229,13 @@ def _order(handler: str, sources: tuple[str, ...], payload_type: Any, given: Opt
         except BadMessage as error:
             if error.reason != "key_missing":
                 raise
-            return None  # it belongs to no entity, so there is nothing it must stay behind
+            return None  # a message without an entity has no message that it must stay behind
 
     return by_entity
 
 
 def _strand(given: Options, *, leased: bool) -> StrandOf:
-    """What stays in order of arrival while it is not known yet what its order is: `order_by` may need the payload."""
+    """The strand that keeps the order of arrival until a message's order is known: `order_by` may need the payload."""
     if given.get("order_by") is not None:
         return lambda message: (message.source, message.partition)
     if "order_by" in given or leased:
@@ -244,13 +244,13 @@ def _strand(given: Options, *, leased: bool) -> StrandOf:
 
 
 def _partition(message: Message) -> str:
-    """`topic-partition` of a position `topic-partition-offset`; empty where there is no position."""
+    """`topic-partition` of a position `topic-partition-offset`; empty without a position."""
     return message.position.rpartition("-")[0]
 
 
 def _fingerprint(handler: str, payload_type: Any, given: Options, *, hooked: bool) -> FingerprintOf:
-    """R26. What is compared of a whole message is its bytes as they arrived, and beside that its value: of JSON, and of
-    what `decode=` makes, in canonical form, of anything else in an envelope its bytes."""
+    """The fingerprint of a message (R26). Of a whole message, the bytes as they arrived are compared, and also its
+    value: JSON, and what `decode=` makes, in canonical form; anything else in an envelope by its bytes."""
     spec: Any = given.get("fingerprint", _WHOLE_BODY)
     if spec is None:
         return lambda _, __, ___: (None, None)

@@ -1,4 +1,4 @@
-"""Whether a saga takes what the slots of its schedule give it (L53)."""
+"""Checks that a saga accepts the payloads of its schedule (L53)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from idemconsumer.rules.schedules import Schedule
 
 
 def check_slots(schedule: Schedule, handlers: Iterable[BoundHandler], now: datetime) -> None:
-    """Raises ConfigurationError where each slot would be a dead letter. It is the next one that is tried: a payload may
-    refuse what is long ago."""
+    """Raises ConfigurationError if every slot would become a dead letter. Only the next slot is tried, since a payload
+    type may refuse times in the past."""
     handler = next(each for each in handlers if each.name == schedule.handler)
     slot = next(schedule.slots(now), now)
     try:

@@ -1,4 +1,4 @@
-"""A handler whose message is a signal: its signal is stored with its record, and so once (L44)."""
+"""A handler whose messages are signals: the signal is stored with the message's record, and so only once (L44)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from idemconsumer.message import extraction
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
 
-# Of the handler's transaction, the saga's tenant and key, and what the function returned.
+# Arguments: the handler's transaction, the saga's tenant and key, and the return value of the function.
 Send: TypeAlias = Callable[[Tx, str | None, str, object], Awaitable[object]]
 
 
 def signalling(plan: HandlerPlan, saga: HandlerPlan, saga_key: KeySpec, send: Send) -> HandlerPlan:
-    """The plan of a handler that sends what its function returns to `saga`, in its own transaction. Its result is what
-    `send` answers. Raises HandlerError for a function that takes Saga or Batch, a key that its payload does not
-    have, or messages without a tenant where each of the sagas has one."""
+    """The plan of a handler that sends the return value of its function to `saga` as a signal, in its own transaction.
+    Its result is what `send` returns. Raises HandlerError for a function that takes Saga or Batch, a key that its
+    payload does not have, or messages without a tenant if every saga has one."""
     signature = plan.signature
     if signature.needs_saga or signature.batch:
         what = "Saga" if signature.needs_saga else "Batch"

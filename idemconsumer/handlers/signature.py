@@ -1,4 +1,4 @@
-"""What a function's signature says: its payload's type, what is injected where, how it is called."""
+"""A function's signature: the type of its payload, the injected parameters, and how to call it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _INJECTED: dict[type, str] = {Tx: "tx", Saga: "saga", Message: "message"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
-    """The plan of a function. `invoke` takes payload, Tx, Message and the resources, and passes on what `fn` asks for.
+    """How to call a function. `invoke` takes payload, Tx, Message and the resources, and passes on those that `fn`
+    takes.
 
-    With `batch` it takes a Batch in place of the payload, and `payload_type` is that of an item.
-    `resources` are the parameters that only an app's resources can fill, with their types; whether there are any is
-    known when the app starts.
+    With `batch` it takes a Batch in place of the payload, and `payload_type` is that of an item. `resources` are the
+    parameters that only an app's resources can fill, with their types. Whether the app has these resources is known
+    when it starts.
     """
 
     payload_type: Any
@@ -38,10 +39,11 @@ class Signature:
 
 
 def read_signature(handler: str, fn: Callable[..., Any]) -> Signature:
-    """Raises HandlerError, naming the parameter, for what cannot be called with payload, Tx, Message and resources."""
+    """The signature of a handler's function. Raises HandlerError, which names the parameter, if the function cannot be
+    called with payload, Tx, Message and resources."""
     payload_type, positional, keywords, resources = _parameters(handler, fn)
     injected = {*positional, *keywords.values()}
-    # A decorator that wraps an async function in a plain one returns its coroutine: that counts as async.
+    # A plain wrapper around an async function returns its coroutine, so it counts as async.
     is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(inspect.unwrap(fn))
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise HandlerError(handler, "the function yields", "return the result instead")
@@ -69,7 +71,7 @@ def read_signature(handler: str, fn: Callable[..., Any]) -> Signature:
 def _parameters(
     handler: str, fn: Callable[..., Any]
 ) -> tuple[Any, tuple[str | type, ...], dict[str, str | type], tuple[tuple[str, type], ...]]:
-    """(payload type, what to inject by position, what by keyword, which of these are resources)."""
+    """(payload type, injected positional parameters, injected keyword parameters, which of these are resources)."""
     parameters = list(inspect.signature(fn).parameters.values())
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -94,7 +96,7 @@ def _parameters(
 
 
 def _hints(handler: str, fn: Callable[..., Any], annotations: Mapping[str, Any]) -> dict[str, Any]:
-    # Only the parameters: a return type that is imported for type checkers alone does not matter here.
+    # Only the parameters are resolved: a return type that is imported for type checkers only does not matter here.
     bare = SimpleNamespace(__annotations__=dict(annotations))
     try:
         return get_type_hints(bare, getattr(inspect.unwrap(fn), "__globals__", {}), include_extras=True)
@@ -109,7 +111,7 @@ def _hints(handler: str, fn: Callable[..., Any], annotations: Mapping[str, Any])
 
 
 def returned(fn: Callable[..., Any]) -> Any:
-    """The return annotation; Any where there is none, or where it is meant for type checkers alone."""
+    """The return annotation; Any if there is none, or if it is meant for type checkers only."""
     bare = SimpleNamespace(__annotations__={"return": inspect.signature(fn).return_annotation})
     try:
         hint = get_type_hints(bare, getattr(inspect.unwrap(fn), "__globals__", {}), include_extras=True)["return"]
@@ -138,13 +140,13 @@ def _check_types(handler: str, payload: str, hints: Mapping[str, Any]) -> None:
             f"put the payload first: (payload: dict, {payload}: {hints[payload].__name__})",
         )
     for name, hint in hints.items():
-        # A class of the user may be that of a resource, which may be defined later.
+        # A class of the user may be the type of a resource that is defined later.
         if name != payload and (not isinstance(hint, type) or hint.__module__ == "builtins"):
             raise not_injectable(handler, name, hint)
 
 
 def not_injectable(handler: str, name: str, hint: Any, resources: str = "a resource of the app") -> HandlerError:
-    """For a parameter that neither the engine nor a resource can fill."""
+    """The error for a parameter that neither the engine nor a resource can fill."""
     return HandlerError(
         handler,
         f"parameter `{name}` is of type {getattr(hint, '__name__', hint)}, which cannot be injected",
@@ -174,7 +176,7 @@ def _check_batch(handler: str, fn: Callable[..., Any], hint: Any, injected: set[
             "it takes both Batch and Message",
             "remove Message and call batch.message(i) for each item",
         )
-    # Not resolved, since it may be imported for type checkers alone; a postponed None is a text.
+    # Not resolved, since it may be imported for type checkers only. With postponed annotations, None is a text.
     returns = inspect.signature(fn).return_annotation
     if returns not in (inspect.Signature.empty, None, "None"):
         raise HandlerError(
@@ -187,7 +189,7 @@ def _check_batch(handler: str, fn: Callable[..., Any], hint: Any, injected: set[
 def _invoker(
     fn: Callable[..., Any], positional: tuple[str | type, ...], keywords: Mapping[str, str | type], *, is_async: bool
 ) -> Invoke:
-    # Tx or Saga: a handler has one of them at most, so they share a place. Behind them come the resources.
+    # A handler takes Tx or Saga, so both share one place. The resources come after it.
     wanted = [what for what in (*positional, *keywords.values()) if isinstance(what, type)]
     take = tuple(_place(what, wanted) for what in positional)
     named = tuple((name, _place(what, wanted)) for name, what in keywords.items())
@@ -203,7 +205,7 @@ def _invoker(
         try:
             with forks.never_in_a_child():
                 return call(payload, tx, message, resources)
-        except StopIteration as error:  # a future refuses to hold it, and would never finish
+        except StopIteration as error:  # a future does not accept StopIteration, and would never finish
             raise RuntimeError("the handler raised StopIteration") from error
 
     async def plain(

@@ -1,6 +1,5 @@
-"""The front door: one key from a request to its effect and its answer. ASGI and WSGI; a framework is imported in the
-file of its name alone.
-"""
+"""The front door: one key from a request to its effect and its response, for ASGI and WSGI. A framework is imported
+only in the module that is named after it."""
 
 from idemconsumer.http.accept_later import AcceptLater
 from idemconsumer.http.asgi import IdempotencyMiddleware

@@ -1,4 +1,4 @@
-"""Accept a request now and have a worker do it; its client asks what came of it under the same key (H45)."""
+"""Accept a request now and have a worker do it later. The client queries the result with the same key (H45)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from idemconsumer.http.problems import MEDIA_TYPE, OF_A_STORE, Outages, Problem,
 from idemconsumer.rules.http import bodiless, keepable
 from idemconsumer.rules.progress import Progress
 
-CREATED_AT: Final = "idempotent-created-at"  # a header: when it was accepted, by the database's clock
-_AGAIN: Final = 1  # seconds until it is worth asking again
+CREATED_AT: Final = "idempotent-created-at"  # a header: the time of acceptance by the database's clock
+_AGAIN: Final = 1  # seconds after which the client may query again
 _PASSED: Final = ("content-type", "traceparent", "tracestate")
 
 
 def bodiless_head(request: Request, response: Response) -> Response:
-    """The answer to a HEAD ends with its headers."""
+    """The response to a HEAD has headers but no body."""
     return replace(response, body=b"") if request.method == "HEAD" else response
 
 
@@ -40,19 +40,22 @@ class AcceptLater:
         api.add_route("/orders", later)
         api.add_route("/orders/{id}", later)
 
-    Under WSGI it is `AcceptLaterMiddleware(app.wsgi_app, later)` of `idemconsumer.http.wsgi`.
+    Under WSGI, use `AcceptLaterMiddleware(app.wsgi_app, later)` of `idemconsumer.http.wsgi`.
 
-    A POST of `path` stores the body as a message under its Idempotency-Key. It is answered with 202 and a Location, the
-    same each time. Once the message is done, a repeated POST gets the answer of the GET. Another body under the same
-    key gets 422. A GET of the Location gets 202 until the message is done. Then it gets what the handler returned:
-    status (200 unless given, 204 for nothing), headers and body. A rejection is a problem with its code and body, and
-    its status or 422. A dead letter is a problem with 500. An unknown Location, or one of another tenant, gets 404.
+    A POST of `path` stores the body as a message under its Idempotency-Key. The response is 202 with a Location, the
+    same each time. Once the message is done, a repeated POST gets the same response as the GET. Another body under the
+    same key gets 422.
+
+    A GET of the Location gets 202 until the message is done. Then it gets what the handler returned: status (200 unless
+    given, 204 for nothing), headers and body. A rejection is a problem with its code and body, and its status or 422. A
+    dead letter is a problem with 500. An unknown Location, or one of another tenant, gets 404.
+
     `tenant` is as in `Idempotency`. `headers` names the request headers to copy into the message, besides the content
-    type and trace headers. `max_body` is bytes. `via` is as in `App.accept`; a body that names another key or tenant
-    than its request then gets 422.
+    type and trace headers. `max_body` is bytes. `via` is as in `App.accept`; with it, a body that names another key or
+    tenant than its request gets 422.
 
-    While the database is away, every answer is 503 and nothing is stored. Not guaranteed: that requests run in the
-    order in which they came. Raises ConfigurationError for a wrong definition.
+    During an outage of the database, every response is 503 and nothing is stored. Not guaranteed: that requests run in
+    the order in which they came. Raises ConfigurationError for a wrong definition.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class AcceptLater:
         self.max_body = max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One connection, as ASGI has it."""
+        """Serve one ASGI connection."""
         if scope["type"] != "http":
             raise RuntimeError(f"AcceptLater answers HTTP requests, and this is {scope['type']!r}")
         request = request_of(scope)
@@ -110,40 +113,40 @@ class AcceptLater:
         await respond(send, answer)
 
     def covers(self, request: Request) -> bool:
-        """Return whether the request is a POST of the path, or asks for a Location."""
+        """Return whether the request is a POST of the path, or a GET of a Location."""
         if request.method == "POST":
             return request.path == self._path
         return request.method in ("GET", "HEAD") and request.path.startswith(f"{self._path}/")
 
     def ask_tenant(self, request: Request) -> Any:
-        """Return what `tenant` returns: the tenant, or an awaitable of it. It may block, and may need the thread of the
-        request."""
+        """Return what `tenant` returns: the tenant, or an awaitable of it. The function may block, and may need the
+        thread of the request."""
         return self._tenant(request)
 
     def key_of(self, request: Request) -> str:
-        """Return the key of a POST, and nothing for who asks for a Location. Raises Refused."""
+        """Return the key of a POST; an empty text for a GET of a Location. Raises Refused."""
         return _key_of(request) if request.method == "POST" else ""
 
     async def answer(self, request: Request, key: str, tenant: str, body: bytes) -> Response:
-        """Return the answer to a covered request."""
+        """Return the response to a covered request."""
         if request.method == "POST":
             return await self._accept(request, key, tenant, body)
         answer = await self._status(request.path.removeprefix(f"{self._path}/"), tenant)
         return bodiless_head(request, answer)
 
     async def close(self) -> None:
-        """Close the app, and with it everything opened. Call it once all requests have been answered."""
+        """Close the app, and with it everything it opened. Call it once all requests have been answered."""
         await self._app.close()
 
     async def accept(self, request: Request, body: bytes) -> Response:
-        """Store the request's message, and return the answer."""
+        """Store the request's message, and return the response."""
         try:
             return await self._accept(request, _key_of(request), await caller(self._tenant, request), body)
         except Refused as refused:
             return refused.problem.response
 
     async def status(self, request: Request, id: str) -> Response:
-        """Return how far the request has come whose Location ends with this id, for the asking request's tenant."""
+        """Return how far the request has come whose Location ends with this id; its tenant must be the GET's."""
         try:
             return await self._status(id, await caller(self._tenant, request))
         except Refused as refused:
@@ -183,7 +186,7 @@ def _key_of(request: Request) -> str:
 
 
 def told(accepted: Accepted) -> Response:
-    """What a client is told that asks."""
+    """The response that shows how far the message has come."""
     match accepted.progress:
         case Progress.UNKNOWN:
             return problems.NOT_FOUND.response
@@ -209,7 +212,7 @@ def _done(accepted: Accepted) -> Response:
     headers = [("content-type", accepted.content_type)] if accepted.content_type else []
     headers += [(name.lower(), value) for name, value in accepted.headers if keepable(name.lower())]
     if "cache-control" not in dict(headers):
-        headers.append(("cache-control", "no-store"))  # a cache does not know tenants
+        headers.append(("cache-control", "no-store"))  # a cache cannot tell tenants apart
     return _whole(accepted.status or (200 if body else 204), headers, body)
 
 
@@ -229,7 +232,7 @@ def _refused(error: BadMessage) -> Problem:
         return problems.BODY_TOO_LARGE
     if error.reason in ("key_differs", "tenant_differs"):
         return problems.KEY_DIFFERS
-    return problems.UNREADABLE  # the header's key is good: what else is named a key is found in the body
+    return problems.UNREADABLE  # the key in the header is valid, so the error is about a key in the body
 
 
 def _whole(status: int, headers: list[tuple[str, str]], body: bytes) -> Response:

@@ -1,4 +1,4 @@
-"""IdempotencyMiddleware: the front door as ASGI middleware, for Starlette, FastAPI, Litestar and what else is ASGI."""
+"""IdempotencyMiddleware: the front door as ASGI middleware, for Starlette, FastAPI, Litestar and other ASGI apps."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class IdempotencyMiddleware:
     """Wraps an ASGI app, or is added to one: `app.add_middleware(IdempotencyMiddleware, idempotency=idempotency)`.
 
     Requests of routes that are not covered, and websockets, pass unchanged. For a covered request, the body is read
-    once and handed on as it came, and the response is sent when it is certain. Put this middleware inside those that
-    add CORS headers and compress, and outside those that have effects. When the app is shut down, and the server tells
-    the middleware so, it closes what `idempotency` has opened.
+    once and passed on unchanged, and the response is sent once it is certain. Put this middleware inside middleware
+    that adds CORS headers or compresses, and outside middleware that has effects. If the server tells the middleware
+    about the app's shutdown (lifespan), it closes what `idempotency` has opened.
     """
 
     __idempotent_door__ = True
@@ -36,17 +36,17 @@ class IdempotencyMiddleware:
         self._table: RouteTable | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One connection, as ASGI has it."""
+        """Serve one ASGI connection."""
         if scope["type"] == "http":
             await self._http(scope, receive, send)
         elif scope["type"] == "lifespan":
-            self._made(scope)  # what cannot be is said at the start; but the app may add routes as it starts
+            self._made(scope)  # reports wrong routes at the start; but the app may still add routes while it starts
             await self._lifespan(scope, receive, self._closing(send))
         else:
             await self.app(scope, receive, send)
 
     def _made(self, scope: Scope) -> RouteTable:
-        # The app of the scope may be one around this middleware.
+        # The app in the scope may be one that wraps this middleware.
         return self.idempotency.table(AsgiRoutes(self.app, scope.get("app") or scope.get("litestar_app")))
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +55,7 @@ class IdempotencyMiddleware:
             with seen(None):
                 await self.app(scope, receive, send)
         elif (policy := self._policy(request, scope)) is None:
-            with nullcontext() if COVERED in scope else unseen():  # else a door around this one has seen it
+            with nullcontext() if COVERED in scope else unseen():  # else an outer front door has checked it
                 await self.app(scope, receive, send)
         elif passes(request, policy):
             with seen(policy), slot_for(policy.name, new_key()):
@@ -65,7 +65,7 @@ class IdempotencyMiddleware:
                 await self._covered(request, policy, scope, receive, send)
 
     def _policy(self, request: Request, scope: Scope) -> Policy | None:
-        """The table is made once: what was marked in the app is known when its first request comes."""
+        """The policy of a request. The table is made at the first request, when all endpoints are marked."""
         if self._table is None:
             self._table = self._made(scope)
         return self._table.find(request)
@@ -78,15 +78,16 @@ class IdempotencyMiddleware:
         except Refused as refused:
             await respond(send, door.refused(policy, refused.problem))
             return
-        if body is None:  # the client has gone before it had sent all: nothing has begun
+        if body is None:  # the client disconnected before it had sent the whole body; nothing has begun
             return
         exchange = Exchange(self.app, scope, body, receive, send, policy)
         answering = door.answer(Admitted(request, policy, key, tenant, body), exchange.run)
         await (exchange.serve(answering) if policy.tx else exchange.serve_to_its_end(answering))
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An app that knows no lifespan returns, or raises, before it has asked for anything, as Django's does. Then it
-        is answered here: a server tells of its end only whom it could tell of its start."""
+        """Serve the lifespan. An app without lifespan support, such as Django's, returns or raises before it receives
+        anything. Then the middleware answers the startup itself: a server reports its shutdown only where the startup
+        was answered."""
         asked = False
 
         async def asking() -> Message:

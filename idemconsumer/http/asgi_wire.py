@@ -1,4 +1,4 @@
-"""ASGI's messages: a request and its body, and a response that is whole."""
+"""ASGI's messages: a request and its body, and a complete response."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Asgi: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def request_of(scope: Scope) -> Request:
-    """The request, without its body. Its path is as the app's routes have it: without what the server or a mount has
-    put before it."""
+    """The request, without its body. Its path is as in the app's routes: without the prefix of the server or of a
+    mount."""
     headers = tuple((name.lower(), value) for name, value in decoded(scope["headers"]))
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     if root and path.startswith(f"{root}/"):
@@ -27,7 +27,7 @@ def request_of(scope: Scope) -> Request:
 
 
 async def read_body(request: Request, receive: Receive, cap: int) -> bytes | None:
-    """The whole body; None if the client has gone. Raises Refused if it is too large."""
+    """The whole body; None if the client has disconnected. Raises Refused if it is too large."""
     length = request.header("content-length") or ""
     if length.isdecimal() and (len(length) > MOST_DIGITS or int(length) > cap):
         raise Refused(BODY_TOO_LARGE)
@@ -45,17 +45,17 @@ async def read_body(request: Request, receive: Receive, cap: int) -> bytes | Non
 
 
 async def respond(send: Send, response: Response) -> None:
-    """Send all of it."""
+    """Send a complete response."""
     await send({"type": "http.response.start", "status": response.status, "headers": encoded(response.headers)})
     body = b"" if bodiless(response.status) else response.body
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def encoded(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """As ASGI has them."""
+    """Headers in the form that ASGI uses."""
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
 
 
 def decoded(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """As ASGI had them."""
+    """Headers from the form that ASGI uses."""
     return tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)

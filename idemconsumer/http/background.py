@@ -1,4 +1,4 @@
-"""The event loop of threads that have none: one per process, made by the first of them that needs it (H50)."""
+"""The event loop for threads without one: one per process, made by the first thread that needs it (H50)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SECONDS_TO_CLOSE: Final = 5.0
 
 
 class Background:
-    """The loop, in a thread that keeps no process alive. `closing`: what is called in it when the process ends, as far
-    as Python sees to that, so not after SIGKILL."""
+    """The loop, in a daemon thread. `closing`: coroutine functions that run in it when the process exits, as far as
+    Python runs exit handlers: not after SIGKILL."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -30,12 +30,12 @@ class Background:
 
     def _close(self) -> None:
         if _background is not self:
-            return  # it is the parent's
+            return  # this one is the parent's
         for close in self.closing:
             future = self.start(close())
             try:
                 future.result(_SECONDS_TO_CLOSE)
-            except Exception:  # noqa: BLE001 - nobody is left who could be told
+            except Exception:  # noqa: BLE001 - at exit, no caller is left for the error
                 future.cancel()
         self.loop.call_soon_threadsafe(self.loop.stop)
 
@@ -46,7 +46,7 @@ _inherited: Final[list[Background | None]] = []
 
 
 def background() -> Background:
-    """That of this process."""
+    """The Background of this process."""
     global _background
     with _lock:
         if _background is None:
@@ -55,8 +55,8 @@ def background() -> Background:
 
 
 def _forked() -> None:
-    """A child has none of its parent's threads. What it got is kept as it is: to close it would take the parent's
-    sockets from what the parent waits for them with."""
+    """A child has none of its parent's threads. The parent's Background is kept and not closed: closing it would remove
+    the parent's sockets from the epoll that both processes share."""
     global _background, _lock
     _inherited.append(_background)
     _background, _lock = None, threading.Lock()

@@ -1,4 +1,4 @@
-"""The key and the Tx of the request that runs here, for its endpoint: in the loop, or in a thread (H9)."""
+"""The key and the Tx of the current request, for its endpoint: in the event loop, or in a thread (H9)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 GIVES_TX: Final[set[Callable[..., Any]]] = set()
-"""Functions that a framework calls for a parameter; an endpoint that has one asks for Tx."""
+"""Functions that a framework calls to fill a parameter. An endpoint with such a parameter requests Tx."""
 
 
 KEY: Final[ContextVar[str]] = ContextVar("idemconsumer_key", default="")
-"""As it is stored, of the request for which this task runs."""
+"""The stored key of the request for which this task runs."""
 
 
 class Slot(Everybodys):
-    """Where the Tx of one request is while it may be used. It is nowhere else, so that who still holds it when the
-    endpoint has returned has it of the endpoint (J19)."""
+    """Holds the Tx of one request while it may be used. No other object holds it, so a Tx that is still referenced
+    after the endpoint has returned was kept by the endpoint (J19)."""
 
     __slots__ = ("_tx", "asked", "key", "loop", "refusal")
 
     def __init__(self, refusal: str, key: str, loop: asyncio.AbstractEventLoop | None) -> None:
-        """`loop`: where its Tx runs, if it may have one."""
+        """`loop`: the event loop of its Tx, if it may have a Tx."""
         self.refusal = refusal
         self.key = key
         self.loop = loop
-        self.asked = False  # for its Tx or key: then there is an endpoint, whatever the router says
+        self.asked = False  # its Tx or key was requested, so an endpoint ran, whatever the router reports
         self._tx: Tx | None = None
 
     def open(self, tx: Tx) -> None:
@@ -60,7 +60,7 @@ _SLOT: Final[ContextVar[Slot | None]] = ContextVar("idemconsumer_request", defau
 
 @contextmanager
 def slot_for(route: str, key: str, *, joined: bool = False) -> Iterator[Slot]:
-    """The slot of a request of this route, for what is called and for the tasks that are made inside."""
+    """The slot of a request of this route, for code that is called inside and for tasks that are created there."""
     refusal = (
         f"route {route!r} requests Tx, but is not declared with it; write Route(tx=True) for it, or "
         "@idempotency.route(tx=True) below the route's decorator"
@@ -74,25 +74,25 @@ def slot_for(route: str, key: str, *, joined: bool = False) -> Iterator[Slot]:
 
 
 def new_key() -> str:
-    """As one that is stored, of a request that has none."""
+    """A new key in the form of a stored one, for a request without a key."""
     return secrets.token_hex(32)
 
 
 def slot_of_task() -> Slot:
-    """That of the request for which this task runs the application."""
+    """The slot of the request for which this task runs the application."""
     slot = _SLOT.get()
     assert slot is not None
     return slot
 
 
 def slot_in_thread(slot: Slot) -> AbstractContextManager[None]:
-    """The same, in a thread that has no task."""
+    """Makes this the current slot in a thread that has no task."""
     return within(_SLOT, slot)
 
 
 @contextmanager
 def within(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """The variable has this value for what is called inside, and for the tasks that are made there."""
+    """Set the variable for code that is called inside and for tasks that are created there."""
     token = variable.set(value)
     try:
         yield
@@ -114,8 +114,8 @@ def current_key() -> str:
     """Return the key of this request as it is stored: 64 hex digits, the same for each repetition, and different for
     every other request. A request without a key gets a new one.
 
-    Give it to a remote as its own idempotency key, or as a reference: a LostRequest has it too, so you can ask the
-    remote about that request. It works in endpoints, also in a thread. Raises ConfigurationError elsewhere.
+    Pass it to a remote system as its own idempotency key, or as a reference: a LostRequest has it too, so you can ask
+    the remote system about that request. It works in endpoints, also in a thread. Raises ConfigurationError elsewhere.
     """
     return _slot().key
 
@@ -123,8 +123,8 @@ def current_key() -> str:
 def current_tx() -> Tx:
     """Return the transaction of this request: its writes and the stored response are one commit.
 
-    For `async def` endpoints of routes with tx=True; valid until the response is given. Raises ConfigurationError
-    elsewhere, and HandlerFault when it is over.
+    For `async def` endpoints of routes with tx=True; valid until the endpoint has given its response. Raises
+    ConfigurationError elsewhere, and HandlerFault after the response.
     """
     return _slot().tx
 
@@ -140,9 +140,10 @@ GIVES_TX.update((current_tx, current_sync_tx))
 
 
 class SyncTx:
-    """A `Tx` for code that runs in a thread: each method waits for the loop that has the connection.
+    """A `Tx` for code that runs in a thread: each method blocks until the event loop of the connection has done the
+    work.
 
-    All rules of `Tx` hold. Raises HandlerFault in the loop itself, which would wait for ever.
+    All rules of `Tx` hold. Raises HandlerFault if it is used in that event loop, which would wait for itself for ever.
     """
 
     __slots__ = ("_slot",)
@@ -201,7 +202,7 @@ def _wait(slot: Slot, call: Callable[[], Coroutine[Any, Any, T] | Any]) -> T:
         here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
     except RuntimeError:
         here = None
-    assert slot.loop is not None  # else there was no Tx
+    assert slot.loop is not None  # without a loop there was no Tx
     if here is slot.loop:
         raise HandlerFault("SyncTx was used in the event loop; use current_tx() in an async endpoint")
     result: T = asyncio.run_coroutine_threadsafe(call(), slot.loop).result()

@@ -1,4 +1,4 @@
-"""From an admitted request to its answer: claim, judge, run, replay, wait. Of no protocol of servers (H10)."""
+"""From an admitted request to its answer: claim, judge, run, replay, wait. Independent of ASGI and WSGI (H10)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from idemconsumer.rules.values import Record
 from idemconsumer.rules.verdicts import Verdict, judge
 from idemconsumer.stores.decided import decided
 
-_DOUBT: Final = 5.0  # seconds in which a COMMIT without an answer should end
+_DOUBT: Final = 5.0  # seconds within which a COMMIT whose answer was lost should be decided
 
 
 class Door:
     def __init__(self, opened: OpenedStores) -> None:
         self._opened = opened
-        self._joined, self._leased = Outages(), Outages()  # of which one may be out of order alone
+        self._joined, self._leased = Outages(), Outages()  # separate, since one mode's store may fail alone
 
     async def answer(self, claimed: Callable[[], Claim], policy: Policy, run: RunApplication) -> Answer:
-        """The answer to one request. Its store is opened, and then `claimed` hashes its key (R39). Raises what the
-        application raises."""
+        """The answer to one request. The store is opened first; then `claimed` hashes the key (R39: not before). Raises
+        what the application raises."""
         claim: Claim | None = None
         outages = self._joined if policy.tx else self._leased
 
@@ -50,7 +50,8 @@ class Door:
         return answer or refusal(problems.IN_PROGRESS)
 
     async def answer_without_key(self, policy: Policy, run: RunApplication) -> Answer:
-        """That to a request of which nothing is stored, so a COMMIT without an answer cannot be asked for (H16)."""
+        """The answer to a request without a key. Nothing of it is stored, so the outcome of a COMMIT whose answer was
+        lost cannot be queried (H16)."""
         try:
             answer = await (await self._opened.joined()).unclaimed(policy, _heard(self._joined, run))
         except OF_A_STORE as error:
@@ -60,7 +61,8 @@ class Door:
 
 
 def _heard(outages: Outages, run: RunApplication) -> RunApplication:
-    """What runs has been claimed: for as long as it takes, its store is known to have worked (H58)."""
+    """Runs the application and notes that the store has answered: the request has been claimed, so the store is known
+    to have worked for as long as the run takes (H58)."""
 
     def heard(limit: float | None = None) -> Awaitable[Response]:
         outages.heard(wrote=False)
@@ -70,15 +72,15 @@ def _heard(outages: Outages, run: RunApplication) -> RunApplication:
 
 
 def _standing(met: Record | Running, claim: Claim, policy: Policy) -> Answer | None:
-    """The answer that is on record. None: it is in progress."""
+    """The answer from the record; None if the request is in progress."""
     record = met.record if isinstance(met, Running) else met
     if record is None:
         return None
     verdict = judge(record, claim.fingerprint)
-    if verdict is Verdict.CONFLICT:  # R12, also while the other request is in progress
+    if verdict is Verdict.CONFLICT:  # R12: a conflict even while the first request is in progress
         log.warning("a key was used for another request", route=policy.name, key=claim.key)
         return refusal(problems.KEY_REUSED)
-    if isinstance(met, Running) and met.lost:  # H35: nobody runs it, so waiting would tell nothing
+    if isinstance(met, Running) and met.lost:  # H35: its owner was lost, so waiting is in vain
         return refusal(problems.OUTCOME_UNKNOWN)
     if isinstance(met, Running) or verdict is Verdict.BUSY:
         return None

@@ -1,6 +1,6 @@
-"""One request and the application's response to it, which is held back until what it says is certain (H3), and sent
-then. What a route without Tx has begun goes on without a client (H13). What is no ASGI application is made one.
-"""
+"""One request and the application's response to it. The response is held back until its outcome is certain (H3), and
+then sent. A route without Tx runs to its end even if the client disconnects (H13). A WSGI application is wrapped as an
+ASGI one."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from idemconsumer.http.problems import GOES_ON
 from idemconsumer.logs import log
 from idemconsumer.user_code.cancellation import leave_behind, uninterrupted, until_done
 
-_GRACE: Final = 5.0  # seconds for an application that was cancelled
-_GOING_ON: Final[set[asyncio.Task[None]]] = set()  # else Python would close them
+_GRACE: Final = 5.0  # seconds within which a cancelled application must end
+_GOING_ON: Final[set[asyncio.Task[None]]] = set()  # references, since Python would otherwise collect the tasks
 
 
 class Exchange:
-    """Runs the application in a task of its own, as often as `run` is called, with the same body each time.
+    """Runs the application in a task of its own, once for each call of `run`, with the same body each time.
 
-    A response is whole, or it is the beginning of one: a stream, or more than the policy keeps. The application waits
-    in its `send` then, until it may go on or the next `run`. It does not learn that the client has gone before it may
-    go on: what has begun comes to its end (H8).
+    A response is complete, or it is only the beginning: of a stream, or of a body larger than the policy keeps. In both
+    cases the application then waits in its `send` until the response is released or the next `run` begins. Until the
+    release it does not learn that the client has disconnected: a run that has begun comes to its end (H8).
     """
 
     def __init__(self, app: Asgi, scope: Scope, body: bytes, receive: Receive, send: Send, policy: Policy) -> None:
@@ -41,10 +41,10 @@ class Exchange:
         self._run: _Run | None = None
         self._begun: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()  # the first run's limit
 
-    # -------------------------------------------------------------------------------------------------------- to run it
+    # -------------------------------------------------------------------------------------------------- the application
     def run(self, limit: float | None = None) -> Awaitable[Response]:
-        """See RunApplication. The run before is cancelled. Raises RuntimeError if it ends without a response."""
-        if not self._begun.done():  # at once: who finds that nothing has begun may cancel what would begin it
+        """See RunApplication. The previous run is cancelled. Raises RuntimeError if the run ends without a response."""
+        if not self._begun.done():  # before any await: until it is set, `serve_to_its_end` may cancel the run
             self._begun.set_result(limit)
         return self._response()
 
@@ -60,7 +60,7 @@ class Exchange:
             await self._discard()
             raise
         if run.response.done():
-            # Middleware around this one looks there for the route.
+            # Outer middleware reads the route from this scope.
             known = {*self._scope, COVERED}
             self._scope.update({name: given for name, given in scope.items() if name not in known})
             found = (routed(scope) and not missed) or slot_of_task().asked
@@ -70,13 +70,13 @@ class Exchange:
         raise RuntimeError("the application has ended without a response")
 
     async def _discard(self) -> None:
-        """End the last run. One that does not end within five seconds is left behind, and can do nothing any more."""
+        """End the previous run. If it takes more than five seconds it is left behind, and can send nothing any more."""
         run, self._run = self._run, None
         if run is None:
             return
         run.over = True
         run.task.cancel()
-        # Whoever cancels may do so again at each step of the loop, as anyio does.
+        # Code such as anyio cancels again at each step of the loop.
         await uninterrupted(asyncio.wait({run.task}, timeout=_GRACE))
         if not run.task.done():
             leave_behind(run.task)
@@ -84,9 +84,9 @@ class Exchange:
         elif not run.task.cancelled():
             run.task.exception()
 
-    # ---------------------------------------------------------------------------------------------------- to answer it
+    # ------------------------------------------------------------------------------------------------------- the answer
     async def serve(self, answering: Awaitable[Answer]) -> None:
-        """Send the answer. An error, and a cancellation of this, end the application."""
+        """Send the answer. An error, or a cancellation of this task, ends the application."""
         try:
             answer = await answering
         except BaseException:
@@ -101,8 +101,9 @@ class Exchange:
             await respond(self.send, answer.response)
 
     async def _go_on(self, marks: Headers) -> None:
-        """Send what was held back, with `marks` as more headers, then everything as it comes. Returns when the
-        application does, raises what it raises. What has more to send to nobody is ended."""
+        """Send the held messages, with `marks` as additional headers, then everything else as the application sends it.
+        Returns when the application returns, and raises what it raises. If the client is gone and the response is not
+        complete, the application is ended."""
         run = self._run
         assert run is not None
         if self.send is _nowhere and not run.complete:
@@ -118,10 +119,11 @@ class Exchange:
         self._run = None
         run.held.clear()
         run.open.set()
-        await run.task  # which is cancelled with this one
+        await run.task  # awaiting it passes a cancellation on to it
 
     async def _go_on_under_its_key(self, marks: Headers, held: Open) -> None:
-        """Raises CutOff if the key is lost: the client gets no end of the response."""
+        """Like `_go_on`, while the key is held. Raises CutOff if the key is lost: the client gets no end of the
+        response."""
         going = asyncio.ensure_future(self._go_on(marks))
         try:
             await asyncio.wait([going, held.lost], return_when=asyncio.FIRST_COMPLETED)
@@ -135,10 +137,9 @@ class Exchange:
         going.result()
 
     async def serve_to_its_end(self, answering: Coroutine[Any, Any, Answer]) -> None:
-        """The same, but nothing cancels an application that has begun: whoever cancels it does not know whether it
-        still runs, in a thread say, and its key would be given back too early. If its time is over, or this is
-        cancelled, it goes on by itself, and its answer goes nowhere but on record.
-        """
+        """Like `serve`, but an application that has begun is never cancelled: it may still run, such as in a thread,
+        and its key would be released too early. After its timeout, or if this task is cancelled, the application goes
+        on alone, and its answer is only stored."""
         task, begun = asyncio.create_task(answering), self._begun
         try:
             await until_done(task, begun)
@@ -161,7 +162,7 @@ class Exchange:
         await respond(send, GOES_ON.response)
 
     def _leave(self, answering: asyncio.Task[Answer]) -> None:
-        """There is no client any more: what is sent goes nowhere."""
+        """The client has no connection any more: go on, and discard everything that is sent."""
         self.receive, self.send = gone, _nowhere
         task = asyncio.create_task(self._serve_nobody(answering))
         _GOING_ON.add(task)
@@ -170,7 +171,7 @@ class Exchange:
     async def _serve_nobody(self, answering: asyncio.Task[Answer]) -> None:
         try:
             await self.serve(answering)
-        except Exception as error:  # noqa: BLE001 - no server is left that would log it
+        except Exception as error:  # noqa: BLE001 - no server would log it any more
             log.error("a request failed after its client had left", route=self.policy.name, exc_info=error)
 
 
@@ -190,7 +191,7 @@ class _Run:
 
     @property
     def complete(self) -> bool:
-        """Whether all of the response is held back, also where it is not kept."""
+        """Whether the whole response is held, even if it is too large to be kept."""
         last = self.held[-1]
         return bool(last["type"] == "http.response.body") and not last.get("more_body", False)
 
@@ -209,12 +210,12 @@ class _Run:
         if self.open.is_set():
             await self._exchange.send(message)
             return
-        if self.over:  # it did not end though it was cancelled, and would wait for ever
+        if self.over:  # it did not end after its cancellation, and would wait here for ever
             raise OSError("the request was cut off, and no client waits for its response")
         starts = message["type"] == "http.response.start"
         if starts is bool(self.held):
             raise RuntimeError(f"the application has sent {message['type']!r} at the wrong place in its response")
-        if starts:  # they may be read only once
+        if starts:  # the headers may be an iterator
             message = {**message, "headers": list(message.get("headers", ()))}
         self.held.append(message)
         policy = self._exchange.policy
@@ -245,8 +246,8 @@ async def _nowhere(message: Message) -> None:
 
 
 def _inner(scope: Scope, missed: set[str]) -> Scope:
-    """As `scope`, but with only those ways to send that are held back here, of which a file by its path is none, and
-    asking for no encoding (H5)."""
+    """A copy of `scope` for the application. Its extensions offer only ways to send that can be held back (not, for
+    example, a file by its path), and it accepts no content encoding (H5)."""
     extensions = scope.get("extensions") or {}
     kept = {name: given for name, given in extensions.items() if not name.startswith("http.response.")}
     headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"accept-encoding"]

@@ -1,4 +1,4 @@
-"""A request, the application's response and the door's answer: of no framework, and of no protocol of servers."""
+"""A request, the application's response and the front door's answer: independent of frameworks, ASGI and WSGI."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from idemconsumer.rules.http import bodiless, content_type, kept_headers
 Headers = tuple[tuple[str, str], ...]
 
 UNCLAIMED: Final = (("idempotent-unclaimed", "true"),)
-"""Of a response whose key nobody held (H27): the client knows that the request may run again."""
+"""Header of a response that ran without a claim (H27): it tells the client that the request may run again."""
 
 
 class CutOff(RuntimeError):
-    """The application was ended in the middle, as its process is about to be: nobody knows how far it came."""
+    """The application was ended in the middle because its process is about to end. How far it came is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request as it arrived, without its body.
 
-    `method` is in capitals. `path` is decoded and begins with a slash; `query` is the raw text after the question mark.
-    `headers` are in their order, with names in small letters. `environment` is the ASGI scope, or the WSGI environ.
-    `root` is where the app is mounted, and no part of `path`.
+    `method` is in upper case. `path` is decoded and begins with a slash; `query` is the raw text after the question
+    mark. `headers` are in their order, with names in lower case. `environment` is the ASGI scope, or the WSGI environ.
+    `root` is the path where the app is mounted, and not part of `path`.
     """
 
     method: str
@@ -37,7 +37,7 @@ class Request:
     root: str = ""
 
     def header(self, name: str) -> str | None:
-        """Return the first value of a header, whatever its case."""
+        """Return the first value of a header, or None. The case of the name does not matter."""
         return next((value for given, value in self.headers if given == name.lower()), None)
 
     def values(self, name: str) -> list[str]:
@@ -47,8 +47,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response with its `status`, `headers` and `body`. `whole`: no more of the body follows. `routed`: the framework
-    found an endpoint for the request, as far as it tells."""
+    """A response with its `status`, `headers` and `body`. `whole`: the body is complete. `routed`: the framework found
+    an endpoint for the request, as far as it reports that."""
 
     status: int
     headers: Headers
@@ -57,27 +57,30 @@ class Response:
     routed: bool = True
 
     def stored(self) -> StoredResult:
-        """Return the part that is kept for replays: of what is not whole, nothing that could be replayed (H7)."""
+        """Return what is kept for replays. Of a response that is not whole, nothing is kept that could be replayed
+        (H7)."""
         if not self.whole:
             return StoredResult(b"")
         return StoredResult(self.body, content_type(self.headers), self.status, kept_headers(self.headers))
 
 
 class RunApplication(Protocol):
-    """Runs the application."""
+    """Starts a run of the application."""
 
     def __call__(self, limit: float | None = None) -> Awaitable[Response]:
-        """The response of a new run, which is not sent before `Answer.live` says so. It has begun when this returns.
+        """Start a new run, and return its response. The run has begun when this returns the awaitable. The response is
+        not sent before an Answer with `live` releases it.
 
-        After `limit` seconds the client may be told that it goes on; that ends nothing. Cancelled, it ends the
-        application, as far as that can be ended. Raises what the application raises, and CutOff."""
+        After `limit` seconds the client may be told that the run goes on; this does not end the run. Cancelling the
+        awaitable ends the application as far as it can be ended. Raises what the application raises, and CutOff.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A response that is not kept, and of which more is to come: its key is held until `end`, which is to be called
-    once the application has ended. If `lost` is done, the key is, and the application is to be cut off."""
+    """A response that is not kept and not complete yet. Its key is held until `end`, which must be called once the
+    application has ended. If `lost` is done, the key was lost, and the application must be cut off."""
 
     lost: asyncio.Future[None]
     end: Callable[[], Coroutine[Any, Any, None]]
@@ -85,9 +88,9 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the client gets. `live`: what the application gave in the last run, to be sent as the application has it,
-    and `marks` with its headers; else `response` is to be sent, and the application is to be ended if it waits.
-    `problem`: the name of the one that it is."""
+    """What the client gets. With `live`: the response of the last run, sent as the application sends it, with `marks`
+    as additional headers. Otherwise `response` is sent, and an application that waits is ended. `problem`: the name of
+    the problem, if it is one."""
 
     response: Response
     live: bool
@@ -97,12 +100,12 @@ class Answer:
 
     @property
     def outcome(self) -> str:
-        """How the request was answered, in a word for who counts."""
+        """How the request was answered, as one word for metrics."""
         return self.problem or ("run" if self.live else "replayed")
 
 
 def replay(stored: StoredResult) -> Response:
-    """The stored response once more. Its `status` must be known."""
+    """The stored response again. Its `status` must be known."""
     assert stored.status is not None
     headers = [("content-type", stored.content_type)] if stored.content_type else []
     headers += stored.headers

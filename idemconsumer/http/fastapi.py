@@ -1,4 +1,4 @@
-"""FastAPI: Tx as a parameter of an endpoint, which makes its route a joined one, and the front door in OpenAPI.
+"""FastAPI: Tx as a parameter of an endpoint, which puts its route into joined mode, and the front door in OpenAPI.
 
 @api.post("/orders")
 async def place(order: Order, tx: RequestTx) -> Receipt: ...
@@ -22,7 +22,7 @@ except ImportError as error:
 __all__ = ["RequestSyncTx", "RequestTx", "document"]
 
 
-async def _tx() -> Tx:  # a plain function would be called in a thread
+async def _tx() -> Tx:  # FastAPI would call a plain function in a thread
     return current_tx()
 
 
@@ -33,10 +33,10 @@ async def _sync_tx() -> SyncTx:
 GIVES_TX.update((_tx, _sync_tx))
 
 RequestTx = Annotated[Tx, Depends(_tx)]
-"""For `async def`: what it writes and the stored response are one commit."""
+"""For `async def` endpoints: writes through it and the stored response are one commit."""
 
 RequestSyncTx = Annotated[SyncTx, Depends(_sync_tx)]
-"""The same for `def`, which FastAPI runs in a thread."""
+"""The same for `def` endpoints, which FastAPI runs in a thread."""
 
 
 def document(api: FastAPI, idempotency: Idempotency) -> None:

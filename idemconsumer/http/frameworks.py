@@ -1,8 +1,8 @@
-"""What an app tells of its routes, and its routers of what they have found. Each framework is known by what its objects
-have, and is in no import.
+"""The routes of an app, and whether its router found one for a request. Frameworks are recognised by the attributes of
+their objects; none is imported.
 
-Routers are believed only where they say that they have found none: what a framework tells of a request gets lost where
-middleware hands on a copy of it, and what is taken for a router's answer is undone (H12).
+A router's report counts only if it says that no route was found. Reports can get lost where middleware passes on a copy
+of the request, and a response that is taken for the router's own is undone (H12).
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from idemconsumer.rules.routes import SAFE, alike, types
 
 DOOR: Final = "__idempotent_door__"
 COVERED: Final = "idemconsumer.covered"
-"""What a request that runs under a key already has in its environment, as `covered` has made it."""
+"""Key in the environment of a request that runs under a key. The value is the set that `covered` returned."""
 
-_CONVERTER: Final = re.compile(r"<(?:(\w+)(?:\(.*?\))?:)?(\w+)>", re.ASCII)  # in Flask
+_CONVERTER: Final = re.compile(r"<(?:(\w+)(?:\(.*?\))?:)?(\w+)>", re.ASCII)  # a converter in a Flask rule
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedRoute:
-    """A route of an app: `POST /orders/{id}`, what it was marked with, if it was, and whether it asks for Tx.
+    """A route of an app: its name `POST /orders/{id}`, the Route that it was marked with, if any, and whether it
+    requests Tx.
 
-    `types` has the expressions of its typed parameters, where the app has its own. `rule`: what the app's router says
-    of a request for it, if that can be asked.
+    `types`: the regular expressions of its typed parameters, if the app defines its own. `rule`: what the app's router
+    returns for a request of this route, if the router can be called.
     """
 
     name: str
@@ -42,7 +43,8 @@ class MarkedRoute:
 
 
 def inwards(app: Any) -> list[Any]:
-    """An app and what is inside of its middleware, to one that has routes. `app` may be a method of the same object."""
+    """An app and the apps inside its middleware, down to one that has routes. `app` may be a bound method of such an
+    object."""
     around = list[Any]()
     while (app := getattr(app, "__self__", app)) is not None and not any(each is app for each in around):
         around.append(app)
@@ -52,13 +54,14 @@ def inwards(app: Any) -> list[Any]:
 
 
 def static_first(routes: list[MarkedRoute]) -> list[MarkedRoute]:
-    """As frameworks choose that do not go by the order: a segment that is written out before a parameter."""
+    """The order in which some frameworks match, whatever the order of definition: a literal segment before a
+    parameter."""
     return sorted(routes, key=lambda route: ["{" in segment for segment in route.name.split("/")])
 
 
 # ------------------------------------------------------------------------------------- Starlette, FastAPI and Litestar
 class AsgiRoutes:
-    """Those of the first of these apps that has any, or of what is inside of its middleware."""
+    """The routes of the first of these apps that has any, on its own or inside its middleware."""
 
     def __init__(self, *apps: object) -> None:
         self._litestar = any(hasattr(_inside(app), "route_handler_method_map") for app in apps)
@@ -67,19 +70,21 @@ class AsgiRoutes:
         self.all = static_first(found) if self._litestar else found
 
     def read(self, request: Request) -> tuple[object, tuple[str, ...]]:
-        """What the router says of a request, which cannot be asked here, and the spellings of its path."""
+        """No rule, since this router cannot be called here; and the spellings of the request's path."""
         return None, alike(request.path) if self._litestar else (request.path,)
 
 
 def routed(scope: Mapping[str, Any]) -> bool:
-    """False: the router of an app says that it has found no endpoint for the request that it was given with this scope.
-    True of a framework that nobody knows, where no router was asked, and of an app that is mounted behind middleware,
-    which may give its router a copy of the scope."""
+    """Whether the request that was given this scope reached an endpoint.
+
+    False only if the app's router reports that it found none. True for an unknown framework, if no router ran, and for
+    an app that is mounted behind middleware, which may pass a copy of the scope to its router.
+    """
     if "litestar_app" in scope:
         return "route_handler" in scope
     if "router" not in scope:
         return True
-    endpoint = scope.get("endpoint")  # Starlette's: what is mounted has a router of its own, which may have found none
+    endpoint = scope.get("endpoint")  # in Starlette; a mounted app has a router of its own, which may have found none
     mounted = hasattr(endpoint, "routes") and not getattr(endpoint, "user_middleware", ())
     return endpoint is not None and not mounted
 
@@ -96,21 +101,22 @@ def _walk(routes: Iterable[Any], prefix: str, known: Mapping[str, str]) -> Itera
         route = getattr(each, "starlette_route", None) or each
         path = prefix + (getattr(route, "path", None) or "")
         types_ = {**known, **_types(route)}
-        if hasattr(route, "route_handlers"):  # Litestar
+        if hasattr(route, "route_handlers"):  # a route of Litestar
             for handler in route.route_handlers:
                 yield from _marked(getattr(handler, "fn", None), getattr(handler, "http_methods", ()), path, None, {})
         elif inner := getattr(route, "routes", None) or getattr(_inside(getattr(route, "app", None)), "routes", None):
             if not _has_door(getattr(route, "app", None)):
                 yield from _walk(inner, path, types_)  # a mount
         elif (endpoint := getattr(route, "endpoint", None)) is not None and hasattr(route, "methods"):
-            # Of a class with a method for each, such as Starlette's HTTPEndpoint; an app of its own may have any.
+            # A class such as Starlette's HTTPEndpoint has a method for each HTTP method; an ASGI app as endpoint may
+            # accept any.
             has = [each for each in EFFECTS if not isinstance(endpoint, type) or hasattr(endpoint, each.lower())]
             yield from _marked(endpoint, route.methods or has, path, getattr(route, "dependant", None), types_)
 
 
 def _has_door(app: Any) -> bool:
-    """Whether what is mounted has a front door of its own, which finds its marks itself."""
-    while app is not None:  # to the innermost one, also where what is around it has routes too
+    """Whether the mounted app has a front door of its own, which reads the marks itself."""
+    while app is not None:  # down to the innermost app, even if an outer one has routes too
         added = (getattr(each, "cls", None) for each in getattr(app, "user_middleware", ()))
         if any(hasattr(each, DOOR) for each in (app, *added)):
             return True
@@ -119,7 +125,7 @@ def _has_door(app: Any) -> bool:
 
 
 def _types(route: Any) -> dict[str, str]:
-    """The expressions of Starlette's convertors, which may be an app's own, by the type that its path names."""
+    """The regular expressions of Starlette's convertors, some defined by the app, by the type name in the path."""
     convertors, path = getattr(route, "param_convertors", None) or {}, getattr(route, "path", None) or ""
     return {type_: convertors[name].regex for name, type_ in types(path).items() if name in convertors}
 
@@ -134,23 +140,24 @@ def _marked(
 
 
 def _asks(dependant: Any) -> bool:
-    """Whether a function of GIVES_TX is among what FastAPI calls for an endpoint."""
+    """Whether the functions that FastAPI calls for an endpoint include one of GIVES_TX."""
     return dependant is not None and any(each.call in GIVES_TX or _asks(each) for each in dependant.dependencies)
 
 
 # --------------------------------------------------------------------------------------------------------------- Flask
 class FlaskRoutes:
-    """Those of a Flask app, given as itself, as its `wsgi_app`, or inside of middleware. None of anything else."""
+    """The routes of a Flask app, given as itself, as its `wsgi_app`, or inside middleware. No routes for any other
+    app."""
 
     def __init__(self, app: object) -> None:
         self._flask = next((each for each in inwards(app) if _is_flask(each)), None)
         self.all = [] if self._flask is None else static_first(list(_rules(self._flask)))
 
     def read(self, request: Request) -> tuple[object, tuple[str, ...]]:
-        """Its rule, whose converters may refuse a value. And its path, as it came and as the rule has it: Flask may
-        take no notice of slashes that are first or last."""
+        """The rule that matches the request, whose converters may refuse a value; and the spellings of the path: as it
+        came, and as the rule has it. Flask may ignore leading and trailing slashes."""
         if self._flask is not None:
-            with suppress(Exception):  # the app will meet it too, and says it
+            with suppress(Exception):  # the app will meet the same error and report it
                 adapter = self._flask.create_url_adapter(self._flask.request_class(request.environment))
                 rule = adapter.match(return_rule=True)[0]
                 return rule, (request.path, *alike(_CONVERTER.sub(_placeholder, rule.rule)))
@@ -158,7 +165,7 @@ class FlaskRoutes:
 
 
 AppRoutes: TypeAlias = AsgiRoutes | FlaskRoutes
-"""`all` of them, in the order in which the router tries them."""
+"""`all`: the routes in the order in which the router tries them."""
 
 
 def _rules(flask: Any) -> Iterator[MarkedRoute]:
@@ -167,7 +174,7 @@ def _rules(flask: Any) -> Iterator[MarkedRoute]:
             continue
         path = _CONVERTER.sub(_placeholder, rule.rule)
         view = flask.view_functions.get(rule.endpoint)
-        kind = getattr(view, "view_class", None)  # which it was made of, and whose methods may be marked
+        kind = getattr(view, "view_class", None)  # the class of the view, whose methods may be marked
         for method in sorted((rule.methods or set()) - SAFE):
             its = mark_of(view) or mark_of(getattr(kind, method.lower(), None))
             yield MarkedRoute(f"{method} {path}", its, tx=False, rule=rule)
@@ -183,8 +190,8 @@ def _placeholder(found: re.Match[str]) -> str:
 
 # ---------------------------------------------------------------------------------------------------- Django and Flask
 def covered(app: object) -> set[str]:
-    """For one run of an app, in which a Django app or a Flask app may be, whose routers leave no trace outside. Into it
-    goes the name of what was asked, when a router says that it has found no endpoint."""
+    """A set for one run of an app. If the app is, or contains, a Django or Flask app, whose routers leave no trace
+    outside, the set receives a name when that router reports that it found no endpoint."""
     for each in inwards(app):
         name = "resolve_request" if hasattr(each, "resolve_request") else "raise_routing_exception"
         if hasattr(each, name) and name not in vars(each):
@@ -193,8 +200,8 @@ def covered(app: object) -> set[str]:
 
 
 def _noting(name: str, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What Django and Flask call with their request, and which raises where there is no view. What answers before that,
-    as middleware of theirs may, is no router, and may have had an effect."""
+    """Wraps the function by which Django or Flask looks up the view, and which raises if there is none. Middleware that
+    answers before the lookup is not noted: it is no router, and may have had an effect."""
 
     def noted(request: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Idempotency: the routes of a service that are idempotent, whose keys they are, and where they are kept."""
+"""Idempotency: which routes of a service are idempotent, which tenant owns a key, and where keys are stored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from idemconsumer.rules.http import BadKey, parse_key
 from idemconsumer.rules.request_keys import UNNAMED, request_key
 from idemconsumer.rules.routes import Pattern, pattern
 
-if TYPE_CHECKING:  # an optional library
+if TYPE_CHECKING:  # prometheus_client is optional
     from prometheus_client import CollectorRegistry
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -41,7 +41,7 @@ DEFAULT_METHODS: Final = ("POST", "PATCH")
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that may run under its key; or without one, in its transaction (H16)."""
+    """A request that may run: under its key, or without a key in its transaction (H16)."""
 
     request: Request
     policy: Policy
@@ -52,8 +52,8 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A route without a policy of its own has the default's. `rule`: what the app's router says of a request for it, if
-    that can be asked; never of one that was written down."""
+    """One route. If it has no policy, the default's applies. `rule`: what the app's router returns for a request of
+    this route, if the router can be called; None for a route in `routes=`."""
 
     pattern: Pattern
     policy: Policy | None
@@ -61,7 +61,7 @@ class Entry:
 
 
 class RouteTable:
-    """Policies by route: those that were written down come before those that `app` has marked."""
+    """Policies by route. Routes in `routes=` come before those that are marked in `app`."""
 
     def __init__(self, routes: Sequence[Entry], default: Mapping[str, Policy], app: AppRoutes) -> None:
         self._app = app
@@ -76,7 +76,7 @@ class RouteTable:
         return [*of_routes, *self._default.values()]
 
     def find(self, request: Request) -> Policy | None:
-        """None: this request is none of ours."""
+        """The policy of a request; None if the front door does not cover it."""
         method, (rule, spellings) = request.method, self._app.read(request)
         for each in self._routes.get(method, ()):
             asked = rule is not None and each.rule is not None
@@ -85,7 +85,7 @@ class RouteTable:
         return self._default.get(method)
 
     def find_described(self, method: str, path: str) -> Policy | None:
-        """By a path as OpenAPI has it."""
+        """The policy for a path as OpenAPI writes it."""
         for each in self._routes.get(method, ()):
             policy = each.policy or self._default.get(method)
             if each.pattern.untyped == path or (policy and policy.named and each.pattern.matches(method, path)):
@@ -96,15 +96,16 @@ class RouteTable:
 class Idempotency:
     """The configuration of the front door, for one service.
 
-    `app` gives the name that is part of every key, and the settings. `tenant` is a function that names the caller of a
-    request. A key belongs to its tenant and its route, so two callers never share a key. If `tenant` returns None or an
-    empty text, the answer is 401; if it raises, the error passes on and nothing runs. `routes` has a Route for "POST
-    /orders/{id}" and the like. `default` is for every other POST and PATCH, and None leaves them alone. `store` is
+    `app` gives the name that is part of every key, and the settings. `tenant` is a function that returns the caller of
+    a request. A key belongs to its tenant and its route, so two callers never share a key. If `tenant` returns None or
+    an empty text, the response is 401; if it raises, the error passes on and nothing runs. `routes` maps routes such as
+    "POST /orders/{id}" to a Route. `default` is for every other POST and PATCH; None leaves them uncovered. `store` is
     where routes without `tx` keep their keys: "postgres", "redis" or "hybrid". The last two use the address `redis`, or
     the setting. `metrics` is a registry of prometheus_client, such as its REGISTRY, in which requests are counted.
     `observer` is for tests. Raises ConfigurationError for a wrong definition.
 
-    The first request that needs the database opens it. While it is away, requests with a key get 503 and nothing runs.
+    The first request that needs the database opens it. During an outage of the database, requests with a key get 503
+    and nothing runs.
     """
 
     def __init__(
@@ -145,9 +146,9 @@ class Idempotency:
             @idempotency.route(tx=True, required=True)
             async def place(order: Order) -> Receipt: ...
 
-        The function itself does not change, but it runs only in requests that IdempotencyMiddleware has found to belong
-        to this route. In any other request, and wherever code calls it outside of a request, it raises
-        ConfigurationError; `__wrapped__` is the function without that check. A route in `routes=` comes before this.
+        The function itself does not change, but it runs only in requests that IdempotencyMiddleware has matched to this
+        route. In any other request, and if code calls it outside of a request, it raises ConfigurationError;
+        `__wrapped__` is the function without that check. An entry in `routes=` comes before this mark.
         """
         given = Route(**options)
         self._obeyed("@route", given)
@@ -164,7 +165,7 @@ class Idempotency:
         for each in app.all:
             if each.name in known:
                 continue
-            if each.route is None and not each.tx:  # it may come before a marked one that matches its path too
+            if each.route is None and not each.tx:  # it may come before a marked route with the same path
                 with suppress(ConfigurationError):
                     routes.append(Entry(_pattern(each.name, each.types), None, each.rule))
             else:
@@ -181,13 +182,13 @@ class Idempotency:
         return policy
 
     def key_of(self, request: Request, policy: Policy) -> str | None:
-        """Return the key of a request that does not pass, if it has one. Raises Refused, and ConfigurationError if the
+        """Return the key of a covered request, or None if it has none. Raises Refused, and ConfigurationError if the
         request already runs under its key."""
         key = key_in(request)
         if key is None and policy.route.required:
             raise Refused(problems.KEY_MISSING)
         if COVERED in request.environment:
-            # It would wait for itself, and the refusal be its answer for good.
+            # The request would wait for itself, and the refusal would be stored as its answer for good.
             raise ConfigurationError(
                 f"two IdempotencyMiddleware are around {policy.name!r}; leave one out, or write default=None and "
                 "routes={…} for the outer one, so that each route has one"
@@ -195,13 +196,13 @@ class Idempotency:
         return key
 
     def ask_tenant(self, request: Request) -> Any:
-        """Return what `tenant` returns: the tenant, or an awaitable of it. It may block, and may need the thread of the
-        request."""
+        """Return what `tenant` returns: the tenant, or an awaitable of it. The function may block, and may need the
+        thread of the request."""
         return self._tenant(request)
 
     async def answer(self, admitted: Admitted, run: RunApplication) -> Answer:
-        """Return the answer to an admitted request. Raises what the application raises. Until the store has answered
-        once, raises ConfigurationError if it cannot be used."""
+        """Return the answer to an admitted request. Raises what the application raises. If the store cannot be used as
+        configured and has never answered so far, raises ConfigurationError."""
         policy, key = admitted.policy, admitted.key
         if key is None:
             KEY.set(new_key())
@@ -211,7 +212,7 @@ class Idempotency:
         return await self._watch.follow(policy, answering, keyed=key is not None)
 
     def refused(self, policy: Policy, problem: Problem) -> Response:
-        """Return the answer to a request that is not admitted."""
+        """Return the response to a request that is not admitted."""
         return self._watch.refused(policy, problem)
 
     def _claim(self, admitted: Admitted, given: str) -> Claim:
@@ -226,11 +227,11 @@ class Idempotency:
             expires=policy.expires,
         )
 
-    # -------------------------------------------------------------------------------------------------------- the lost
+    # ---------------------------------------------------------------------------------------------------- lost requests
     async def lost(self) -> list[LostRequest]:
-        """Return the requests in leased mode whose process died before their response was stored, oldest first. Nobody
-        knows how far they came. Requests that still run are not included. With Redis, this reads all of its keys.
-        Raises StoreUnavailable."""
+        """Return the requests in leased mode whose process died before their response was stored, oldest first. How far
+        they came is not known. Requests that still run are not included. With Redis, this reads all of its keys. Raises
+        StoreUnavailable."""
         return await (await self._lost_requests()).all()
 
     async def settle(self, lost: LostRequest, response: Response) -> bool:
@@ -248,14 +249,14 @@ class Idempotency:
         return LostRequests(await self._opened.requests(), app=self._name, by="the app")
 
     async def close(self) -> None:
-        """Close what was opened. Call it once all requests have been answered; the next request opens it anew. A
-        request that still runs under a key gets some seconds to finish. After that it keeps its key, and everything is
-        closed."""
+        """Close everything that was opened. Call it once all requests have been answered; the next request opens
+        everything anew. A request that still runs under a key gets some seconds to finish. After that it keeps its key,
+        and the stores stay open until it has ended."""
         await asyncio.shield(self._opened.close())
 
 
 def key_in(request: Request) -> str | None:
-    """The key that a request names. Raises Refused."""
+    """The key in the request's header. Raises Refused."""
     key = parse_key(request.values("idempotency-key"))
     if isinstance(key, BadKey):
         raise Refused(problems.KEY_REPEATED if key is BadKey.REPEATED else problems.KEY_MALFORMED)
@@ -263,7 +264,7 @@ def key_in(request: Request) -> str | None:
 
 
 def passes(request: Request, policy: Policy) -> bool:
-    """Whether a request goes on as if there was no door."""
+    """Whether a request passes as if there were no front door."""
     return not (policy.tx or policy.route.required or request.values("idempotency-key"))
 
 
@@ -275,13 +276,13 @@ def _pattern(name: str, types: Mapping[str, str]) -> Pattern:
 
 
 async def caller(resolve: Tenant, request: Request) -> str:
-    """The tenant of a request. Raises what `resolve` raises, and as `checked_tenant`."""
+    """The tenant of a request. Raises what `resolve` raises, and the errors of `checked_tenant`."""
     given = resolve(request)
     return checked_tenant(await given if inspect.isawaitable(given) else given)
 
 
 def checked_tenant(tenant: object) -> str:
-    """What a resolver said, if it can be a tenant. Raises Refused, TypeError and ValueError."""
+    """The tenant that the resolver returned, if it is valid. Raises Refused, TypeError and ValueError."""
     if tenant is None or tenant == "":
         raise Refused(problems.TENANT_MISSING)
     if not isinstance(tenant, str):

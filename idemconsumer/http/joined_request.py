@@ -28,15 +28,16 @@ from idemconsumer.stores.sharing import short
 from idemconsumer.user_code.call import call_in_transaction
 from idemconsumer.user_code.time_limit import TimeLimit
 
-if TYPE_CHECKING:  # an optional driver
+if TYPE_CHECKING:  # the Redis driver is optional
     from idemconsumer.stores.redis.copies import Copies
 
 _NONE_FREE: Final = "no connection to the database was free"
-_ANOTHER: Final = Record(State.PROCESSING, b"")  # of no fingerprint that a request can have
+_ANOTHER: Final = Record(State.PROCESSING, b"")  # its fingerprint is none that a request can have
 
 
 class _Undone(Exception):
-    """The response says that nothing happened, so its transaction is rolled back. `kept`: it is stored all the same."""
+    """The response means that nothing happened, so its transaction is rolled back. `kept`: it is stored all the
+    same."""
 
     def __init__(self, response: Response, *, kept: bool) -> None:
         super().__init__(response.status)
@@ -49,7 +50,7 @@ class _TimedOut(Exception):
 
 
 class Joined:
-    """With `copies` of what is committed, Postgres is not asked about what they have (H33)."""
+    """Runs requests in joined mode. Responses with `copies` in Redis are replayed without a query to Postgres (H33)."""
 
     def __init__(
         self,
@@ -63,7 +64,8 @@ class Joined:
         self._recent = Recent()
 
     async def attempt(self, claim: Claim, policy: Policy, run: RunApplication) -> Answer | Record | Running:
-        """Claim the key and, if it is ours, run and store. Or what stands on record, or who runs it now.
+        """Claim the key; if the claim succeeds, run the request and store the response. Otherwise return the record, or
+        the request that holds the key now.
 
         Raises what the application raises; StoreUnavailable and Contention if nothing was done; CommitUnknown if it is
         not known whether the effect and the response were stored.
@@ -79,7 +81,7 @@ class Joined:
             await self._copies.lift(claim, look)
 
     async def _asked(self, claim: Claim, policy: Policy, run: RunApplication) -> Answer | Record | Running:
-        # Where an endpoint holds each connection, who repeats a request gets its answer by the one for looks (H10).
+        # If endpoints hold all connections, a repeated request gets its answer by the one for queries (H10).
         if (claim.key in self._recent or self._store.full) and (ended := await self._ended(claim)) is not None:
             return ended
         met = await self._attempt(replace(claim, shown=True), policy, run)
@@ -94,7 +96,7 @@ class Joined:
         return met
 
     async def unclaimed(self, policy: Policy, run: RunApplication) -> Answer:
-        """The answer to a request without a key: its effects are one commit, and nothing is stored of it. Raises as
+        """The answer to a request without a key. Its effects are one commit, and nothing else is stored. Raises as
         `attempt`."""
         try:
             async with AsyncExitStack() as stack:
@@ -112,7 +114,7 @@ class Joined:
         return Answer(response, live=True)
 
     async def _ended(self, claim: Claim) -> Record | None:
-        """What is on record of a request that has ended: for a replay nothing is opened, locked and rolled back."""
+        """The record of a request that has ended. A replay needs no transaction, lock or rollback."""
         async with patience(_NONE_FREE):
             (found,) = await self._store.peek([claim.key])
         return found if found is not None and found.state in ENDED else None
@@ -150,7 +152,7 @@ class Joined:
         return Answer(response, live=True)
 
     async def _handled(self, claims: PostgresClaims, policy: Policy, run: RunApplication) -> Response:
-        """A response whose transaction may be committed. Raises _Undone for any other one."""
+        """The response, if its transaction may be committed. Raises _Undone otherwise."""
         assert policy.timeout is not None
         limit = TimeLimit(policy.timeout)
 
@@ -172,12 +174,12 @@ class Joined:
                 raise
 
     async def _reject(self, claim: Claim, policy: Policy, response: Response) -> Answer | Record | Running:
-        """Stored as FAILED in a commit of its own, behind a rollback. A rival may have been faster."""
+        """Store the response as FAILED in a commit of its own, after the rollback. A rival request may come first."""
         self._at(Point.REJECTING, policy.name, (claim.key,))
         asked_at, result = time.monotonic(), response.stored()
 
         async def reject() -> Record | None:
-            # A COMMIT that was sent ends first; nothing was done in either case.
+            # If the time is over, a COMMIT that was sent still ends first; in either case the request had no effect.
             async with patience(_NONE_FREE):
                 with short():
                     return await self._store.reject(claim, result)
@@ -193,6 +195,6 @@ class Joined:
         return Answer(response, live=True)
 
     async def _copy(self, claim: Claim, state: State, result: StoredResult, asked_at: float) -> None:
-        """Only of what is committed. `asked_at`: before its claim, from which on its record expires."""
+        """Copy a committed response. `asked_at`: a time before the claim, from which the copy's expiry counts."""
         if self._copies is not None:
             await self._copies.keep(claim, claim.record(state, result), asked_at)

@@ -1,4 +1,4 @@
-"""Leased mode of a request: its key is held while it runs, and its response is stored behind it (H6)."""
+"""Leased mode of a request: its key is held while it runs, and its response is stored afterwards (H6)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from idemconsumer.user_code.call import mark
 from idemconsumer.user_code.cancellation import ends_this_task, uninterrupted, until_done
 
 _AGAIN: Final = 0.2  # seconds between two attempts to store a response
-_PATIENCE: Final = 10.0  # seconds: a client waits for what has happened already
+_PATIENCE: Final = 10.0  # seconds to store a response: the effect has happened, and a client waits
 
 
 class Leased:
-    """It has no time limit: a key is held for as long as its endpoint runs (H13)."""
+    """Runs requests in leased mode, without a time limit: a key is held for as long as its endpoint runs (H13)."""
 
     def __init__(self, store: RequestStore, at: Callable[[Point, str, Sequence[bytes]], None]) -> None:
         self.store = store
@@ -39,7 +39,7 @@ class Leased:
         self._running: set[asyncio.Future[None]] = set()
 
     async def ended(self, within: float | None = None) -> bool:
-        """Wait until nobody has a key or asks for one, for so many seconds at most: whether that is so."""
+        """Wait until no request holds a key or claims one, for `within` seconds at most. Returns whether that is so."""
         try:
             async with asyncio.timeout(within):
                 while self._running:
@@ -49,7 +49,7 @@ class Leased:
         return True
 
     async def attempt(self, claim: Claim, policy: Policy, run: RunApplication) -> Answer | Record | Running:
-        """As `Joined.attempt`."""
+        """Like `Joined.attempt`."""
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def lose() -> None:
@@ -64,7 +64,7 @@ class Leased:
             self._at(Point.CLAIMED, policy.name, (claim.key,))
             if (known := await self._reconciled(found, policy, lost)) is not None:
                 return known
-            # If its loop ends, what it has begun may go on in a thread: it has never `ended`.
+            # If the loop ends, the endpoint may go on in a thread: its request never counts as `ended`.
             with self._counted(asyncio.CancelledError):
                 return await self._held(found, policy, run, lost)
 
@@ -86,19 +86,19 @@ class Leased:
     async def _held(self, held: Held, policy: Policy, run: RunApplication, lost: asyncio.Future[None]) -> Answer:
         claim = held.claim
         try:
-            # What is unclaimed is stored nowhere, so nobody but its client can get the response.
+            # An unclaimed response is not stored, so only this client can get it: it waits without a time limit.
             response = await self._ran(policy.name, run, None if held.unclaimed else policy.timeout, lost)
             result = response.stored() if response is not None and _kept(response, policy) else None
-        except asyncio.CancelledError:  # H13
+        except asyncio.CancelledError:  # H13: an endpoint that has begun is not ended, and keeps its key
             raise
         except BaseException as error:
             await uninterrupted(self._release(held, ran=isinstance(error, CutOff)))
-            mark(error)  # else an outage that the endpoint has met would be one of our store, and it would run again
+            mark(error)  # else the endpoint's own outage would count as our store's, and it would run again
             raise
         if response is None or lost.done():
             log.warning("a request lost its key while it ran", route=policy.name, key=claim.key)
             return refusal(OUTCOME_UNKNOWN)
-        if held.unclaimed:  # the store's outage policy is to run: there is nothing to end
+        if held.unclaimed:  # by the store's outage policy the request ran without a claim, so nothing is held
             return Answer(response, live=True, marks=UNCLAIMED)
         if result is None and not response.whole:
             return Answer(response, live=True, open=self._open(held, policy, lost))
@@ -113,7 +113,7 @@ class Leased:
         return Answer(response, live=True)
 
     def _open(self, held: Held, policy: Policy, lost: asyncio.Future[None]) -> Open:
-        """The application still runs: its key is given back behind it."""
+        """The application still sends its response: the key is released after it."""
         counted = ExitStack()
         counted.enter_context(self._counted())
 
@@ -127,7 +127,7 @@ class Leased:
         return Open(lost, end)
 
     async def _reconciled(self, held: Held, policy: Policy, lost: asyncio.Future[None]) -> Answer | None:
-        """The answer to a request whose former owner was lost, if its route can tell (H35). None: it is to run."""
+        """The answer to a request whose former owner was lost, if `reconcile` gives one (H35). None: run it."""
         if not held.again or policy.route.reconcile is None:
             return None
         try:
@@ -149,7 +149,7 @@ class Leased:
     async def _ran(
         self, route: str, run: RunApplication, limit: float | None, lost: asyncio.Future[None]
     ) -> Response | None:
-        """None: the key was lost, and it was cut off. Raises SelfCancelled if it has cancelled itself."""
+        """Returns None if the key was lost and the run cut off. Raises SelfCancelled if the run cancelled itself."""
         with slot_for(route, KEY.get()):
             task = asyncio.ensure_future(run(limit))
         try:
@@ -165,8 +165,8 @@ class Leased:
         raise SelfCancelled
 
     async def _stored(self, held: Held, result: StoredResult, lost: asyncio.Future[None], *, failed: bool) -> bool:
-        """Whether the response is stored. What has happened is worth some patience; the key is renewed meanwhile.
-        Raises CannotKeep: then the store has given the key back (H52)."""
+        """Store the response, and return whether that succeeded. The effect has happened, so this retries for some
+        seconds, while the key is renewed. Raises CannotKeep: then the store has released the key (H52)."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _PATIENCE
         said: object = "another owner has its key"
@@ -178,7 +178,7 @@ class Leased:
             except BaseException as error:
                 if ends_this_task(error) or meaning(error) is Meaning.REFUSED:
                     raise
-                said = typed_text(error)  # whatever it is: to give the key back would run the request again (H52)
+                said = typed_text(error)  # whatever it is, keep the key: the request would run again (H52)
                 if loop.time() > until:
                     break
                 await asyncio.sleep(_AGAIN)
@@ -188,16 +188,16 @@ class Leased:
     async def _release(self, held: Held, *, ran: bool = False) -> None:
         try:
             await self.store.release(held, ran=ran)
-        except BaseException as error:  # its lease ends by itself
+        except BaseException as error:  # the lease of the key expires by itself
             if ends_this_task(error):
                 raise
             log.warning("the key of a request could not be released", key=held.claim.key, error=typed_text(error))
 
 
 def _kept(response: Response, policy: Policy) -> bool:
-    """What has happened is not to happen again since a `store` could not judge it: then its status does."""
+    """Whether to store the response. If the user's `store` fails, the status decides, so that nothing runs again."""
     try:
         return policy.keeps(response)
-    except Exception as error:  # noqa: BLE001 - it is of the user
+    except Exception as error:  # noqa: BLE001 - user code
         log.error("`store` of a route failed, deciding by the status", route=policy.name, error=error_text(error))
         return kept_by_default(response.status)

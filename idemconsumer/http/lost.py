@@ -1,4 +1,4 @@
-"""Requests whose owner was lost in leased mode: who is asked about them, and what was decided (H35, H36)."""
+"""Requests in leased mode whose owner was lost: asking `reconcile` about them, and storing decisions (H35, H36)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from idemconsumer.ports.requests import Held, LostRequest, RequestStore
 from idemconsumer.user_code.call import without_exit
 from idemconsumer.user_code.cancellation import being_cancelled, ends_this_task, run_mortal
 
-_SECONDS: Final = 30.0  # for an answer, where the route has no limit
-_GRACE: Final = 5.0  # seconds for a `reconcile` that was cancelled: its key is held meanwhile, and a client waits
+_SECONDS: Final = 30.0  # seconds for an answer, if the route has no timeout
+_GRACE: Final = 5.0  # seconds for a cancelled `reconcile` to end: its key is held, and a client waits
 
 
 class LostRequests:
-    """Those of one store, of one app or of all. `by`: who decides, for the log and the audit."""
+    """The lost requests of one store, for one app or all. `by`: who decides, for the log and the audit."""
 
     def __init__(self, store: RequestStore, *, app: str | None = None, by: str) -> None:
         self._store = store
@@ -28,17 +28,17 @@ class LostRequests:
         self._by = by
 
     async def all(self) -> list[LostRequest]:
-        """The oldest first. Raises StoreUnavailable."""
+        """All lost requests, oldest first. Raises StoreUnavailable."""
         return [each for each in await self._store.lost() if self._app in (None, each.app)]
 
     async def settle(self, lost: LostRequest, response: Response) -> bool:
-        """Store the answer. See `RequestStore.settle_lost`."""
+        """Store the response. See `RequestStore.settle_lost`."""
         failed = response.status >= 400
         settled = await self._store.settle_lost(lost, response.stored(), by=self._by, failed=failed)
         return self._decided("a lost request was settled", lost, settled, status=response.status)
 
     async def release(self, lost: LostRequest) -> bool:
-        """See `RequestStore.release_lost`."""
+        """Release the key. See `RequestStore.release_lost`."""
         return self._decided("a lost request was released", lost, await self._store.release_lost(lost, by=self._by))
 
     def _decided(self, what: str, lost: LostRequest, done: bool, **more: object) -> bool:
@@ -49,8 +49,8 @@ class LostRequests:
 
 
 async def ask(held: Held, policy: Policy) -> Response | NotDone | Unknown:
-    """Ask the route's `reconcile` what became of a request that a former owner may have done. Raises nothing: what
-    gives no answer does not know."""
+    """Ask the route's `reconcile` what became of a request that a former owner may have executed. An error, a timeout
+    or an invalid answer counts as Unknown; only a cancellation of this task is raised."""
     assert policy.route.reconcile is not None
     assert held.since is not None
     claim = held.claim
@@ -63,7 +63,7 @@ async def ask(held: Held, policy: Policy) -> Response | NotDone | Unknown:
     try:
         async with asyncio.timeout(seconds):
             answer = await run_mortal(without_exit(policy.route.reconcile(lost)), _GRACE, left)
-    except BaseException as error:  # of the application: nothing is known
+    except BaseException as error:  # an error of user code: the outcome stays unknown
         if being_cancelled() or ends_this_task(error):
             raise
         known = SelfCancelled() if isinstance(error, asyncio.CancelledError) else error

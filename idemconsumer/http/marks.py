@@ -1,8 +1,8 @@
-"""What `@idempotency.route` makes of an endpoint: it runs in no request that the front door has not looked at by the
-same mark (H1).
+"""The effect of `@idempotency.route` on an endpoint: it runs only in requests that the front door has matched to its
+mark (H1).
 
-Whether it is found depends on how its app is built: an unknown framework, middleware that changes a path, an app that
-is mounted. Here it is asked at the last moment, whatever led to the endpoint.
+Whether the front door finds a mark depends on how the app is built: an unknown framework, middleware that changes a
+path, a mounted app. So each endpoint checks at the last moment, whatever way led to it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ EFFECTS: Final = ("DELETE", "PATCH", "POST", "PUT")
 
 @dataclass(slots=True)
 class _Seen:
-    """A request that the front door has looked at. Without a policy its method has no effect to repeat. `inside`: of a
-    marked endpoint, which may call another one."""
+    """A request that the front door has checked. Without a policy: its method has no effect to protect. `inside`: a
+    marked endpoint runs already, which may call another one."""
 
     policy: Policy | None
     inside: bool = False
@@ -37,17 +37,17 @@ _SEEN: Final[ContextVar[_Seen | None]] = ContextVar("idemconsumer_seen", default
 
 
 def seen(policy: Policy | None) -> AbstractContextManager[None]:
-    """For the tasks that are made inside, and for what is called there."""
+    """Mark the request as checked, for code that is called inside and for tasks that are created there."""
     return within(_SEEN, _Seen(policy))
 
 
 def unseen() -> AbstractContextManager[None]:
-    """For a request that none of ours is, and that may be begun in the context of another one."""
+    """Mark the request as not covered: it may begin in the context of another request, whose mark must not count."""
     return within(_SEEN, None)
 
 
 def mark(endpoint: Any, route: Route) -> Any:
-    """What is to be the endpoint instead: the same, guarded, and the mark is found in it. Raises ConfigurationError."""
+    """The guarded endpoint that replaces `endpoint`, and that carries the mark. Raises ConfigurationError."""
     if inspect.isclass(endpoint):
         its = [name for name in map(str.lower, EFFECTS) if callable(getattr(endpoint, name, None))]
         if not its:
@@ -56,20 +56,20 @@ def mark(endpoint: Any, route: Route) -> Any:
             if mark_of(method := getattr(endpoint, name)) is None:
                 setattr(endpoint, name, mark(method, route))
         return endpoint
-    if hasattr(endpoint, "_fn"):  # a handler of Litestar has its function
+    if hasattr(endpoint, "_fn"):  # a route handler of Litestar holds the function
         endpoint._fn = mark(endpoint.fn, route)
         return endpoint
     if not (inspect.isroutine(endpoint) or isinstance(endpoint, functools.partial)):
         raise _unmarkable(endpoint)
     made = _guarded(endpoint, route)
     setattr(made, MARK, route)
-    with suppress(AttributeError):  # a bound method takes none
-        setattr(endpoint, MARK, route)  # an app may have been given it before it was marked
+    with suppress(AttributeError):  # a bound method has no attributes of its own
+        setattr(endpoint, MARK, route)  # an app may hold the function from before it was marked
     return made
 
 
 def mark_of(endpoint: Any) -> Route | None:
-    """Also of a function that another one has wrapped."""
+    """The mark of an endpoint, also through functions that wrap it."""
     while endpoint is not None:
         if (route := getattr(endpoint, MARK, None)) is not None:
             return route if isinstance(route, Route) else None
@@ -85,11 +85,11 @@ def _unmarkable(endpoint: object) -> ConfigurationError:
 
 
 def _guarded(endpoint: Callable[..., Any], given: Route) -> Callable[..., Any]:
-    """The endpoint, which raises ConfigurationError where it would run unprotected. A coroutine function stays one,
-    since frameworks ask for that. A generator may be begun when its request is over, so it is asked for as it is made.
-    """
+    """The endpoint with a check that raises ConfigurationError if it would run unprotected. A coroutine function stays
+    one, since frameworks test for that. A generator is checked when it is created: its first step may come after the
+    end of its request."""
     check = functools.partial(_check, getattr(endpoint, "__qualname__", repr(endpoint)), given)
-    guard: Any  # it uses no global names, see below
+    guard: Any  # must not use global names, see below
     if inspect.iscoroutinefunction(endpoint):
 
         async def guard(*args: Any, **named: Any) -> Any:
@@ -102,7 +102,7 @@ def _guarded(endpoint: Callable[..., Any], given: Route) -> Callable[..., Any]:
             check()
             return endpoint(*args, **named)
 
-    # Frameworks resolve annotations by the globals of what they are given.
+    # Frameworks resolve annotations in the globals of the function that they get.
     its = getattr(endpoint, "__globals__", guard.__globals__)
     made = FunctionType(guard.__code__, its, guard.__name__, None, guard.__closure__)
     return functools.update_wrapper(made, endpoint)
@@ -126,5 +126,5 @@ def _check(name: str, given: Route) -> None:
 
 
 def _holds(policy: Policy, given: Route) -> bool:
-    """Whether it is what was marked, or written down in `routes=`, which comes first."""
+    """Whether the policy is the one of the mark, or one in `routes=`, which comes first."""
     return policy.named or policy.route == given or policy.route == replace(given, tx=True)

@@ -1,4 +1,4 @@
-"""What the front door adds to an OpenAPI document: its headers, its own responses, and the policy (H10)."""
+"""Additions of the front door to an OpenAPI document: its headers, its own responses, and the policy (H10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stores behind the front door: what a route needs of them is opened by the first request that needs it."""
+"""The stores behind the front door. Each is opened by the first request that needs it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.postgres_requests import PostgresRequests
 from idemconsumer.stores.sharing import SHORT
 
-if TYPE_CHECKING:  # an optional driver
+if TYPE_CHECKING:  # the Redis driver is optional
     from idemconsumer.stores.redis.copies import Copies
 
 KINDS: Final = ("postgres", "redis", "hybrid")
-_GRACE: Final = 4.0  # seconds: less than a process waits for what it closes at its end
+_GRACE: Final = 4.0  # seconds; shorter than a process waits at its exit for the stores to close
 _CLOSING: Final[set[asyncio.Task[None]]] = set()
 
 
@@ -42,7 +42,7 @@ class _Stores:
 
 
 class OpenedStores:
-    """What was opened belongs to its process and event loop; in another one all is opened anew (O26)."""
+    """Opened stores belong to one process and one event loop; in another one they are opened anew (O26)."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class OpenedStores:
         self._stores = forks.PerLoop(_Stores, self._end)
 
     def expect(self, policy: Policy) -> None:
-        """A route that may be asked for. Raises ConfigurationError for one that this store cannot have."""
+        """Announce a route that may get requests. Raises ConfigurationError if this store does not support it."""
         if policy.tx and self._store == "redis":
             raise ConfigurationError(
                 f'route {policy.name!r}: tx=True needs its key in the transaction, but store="redis" keeps it '
@@ -71,7 +71,7 @@ class OpenedStores:
             self._longest_run = max(self._longest_run, policy.timeout)
 
     async def joined(self) -> Joined:
-        """Raises ConfigurationError or StoreUnavailable, as `leased` does."""
+        """The store for routes with `tx`. Raises ConfigurationError or StoreUnavailable, as `leased` does."""
         here = self._stores.here()
         if here.joined is None:
             async with here.opening:
@@ -91,7 +91,7 @@ class OpenedStores:
         return here.leased
 
     async def requests(self) -> RequestStore:
-        """Where leased routes keep their keys. Raises as `leased`."""
+        """The store in which leased routes keep their keys. Raises as `leased`."""
         return (await self.leased()).store
 
     async def _open_postgres(self, here: _Stores) -> PostgresStore:
@@ -103,7 +103,7 @@ class OpenedStores:
             here.postgres = await PostgresStore.open(
                 settings.dsn,
                 settings.schema,
-                connections=settings.concurrency + 1,  # for endpoints, and for what waits for none of them (H10)
+                connections=settings.concurrency + 1,  # one for queries, which wait for no endpoint (H10)
                 parties=[SHORT],
                 hasty=True,
                 kind="front-door",
@@ -150,10 +150,11 @@ class OpenedStores:
         return address
 
     async def close(self) -> None:
-        """What was opened in this loop. What still runs under a key is waited for; what takes longer than a few seconds
-        keeps its key, and all is closed behind it, or its lease ends after the process (H14)."""
+        """Close what was opened in this loop. Requests that still run under a key get a few seconds. After that they
+        keep their keys, and the stores are closed once they have ended; if the process exits before, their leases
+        expire (H14)."""
         here = self._stores.forget() or _Stores()
-        async with here.opening:  # what is being opened is closed too
+        async with here.opening:  # a store that is being opened now is closed too
             pass
         leased = here.leased
         if leased is None or await leased.ended(_GRACE):
@@ -170,16 +171,17 @@ class OpenedStores:
         closing.add_done_callback(_CLOSING.discard)
 
     async def _end(self, here: _Stores) -> None:
-        """All tasks were cancelled. What a thread goes on with keeps its key, and then all stays open (H14); so does a
-        store that was given, which other loops may use."""
+        """The loop ends, and all its tasks have been cancelled. If a thread still works for a request, its key is
+        kept and everything stays open (H14). A store that the user passed in stays open too, since other loops may
+        use it."""
         if here.leased is None or await here.leased.ended(0):
             await _close(here, its=isinstance(self._store, str))
 
 
 async def _close(here: _Stores, *, its: bool = True) -> None:
-    """`its`: the store of leased routes too."""
+    """`its`: close the store of leased routes too."""
     requests = here.leased.store if here.leased is not None and its else None
     async with AsyncExitStack() as stack:
-        for each in (here.postgres, requests, here.copies):  # the last one first
+        for each in (here.postgres, requests, here.copies):  # closed in reverse order
             if each is not None:
                 stack.push_async_callback(each.close)

@@ -1,4 +1,4 @@
-"""Route: what holds for the requests of one route; and the policy that is made of it once, at the start."""
+"""Route: the options of one route; and Policy, which is made from it once, at the start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TX_SECONDS: Final = 30.0
 class Route:
     """How the requests of a route are made idempotent. Durations are as in handlers ("10s", "24h").
 
-    * `tx`: the route asks for `Tx`, and its effects and its response are one commit (joined mode). Otherwise the key is
+    * `tx`: the route uses `Tx`, and its effects and its response are one commit (joined mode). Otherwise the key is
       leased while the route runs, and the response is stored afterwards (leased mode).
     * `required`: a request without a key gets 400. Otherwise such a request runs as usual, in joined mode in its
       transaction.
@@ -45,14 +45,14 @@ class Route:
       joined mode its effects are undone. By default 2xx, 3xx and 4xx are kept, but not 401, 405, 407, 408, 425 and 429.
     * `wait`: how long a request waits for another one with its key before it gets 409.
     * `timeout`: in joined mode, how long the route may run, by default 30 s. In leased mode, how long the client waits,
-      by default without end; the route goes on, whoever waits.
+      by default without limit; the route goes on even if no client waits.
     * `expires`: the time after which a key is new again.
     * `retain`: how long the key's record is kept at most.
-    * `max_body`, `max_response`: bytes. A larger body gets 413. A larger response is sent once.
-    * `stream`: the response is sent as it is produced, and once.
+    * `max_body`, `max_response`: bytes. A larger body gets 413. A larger response is sent once, and never replayed.
+    * `stream`: the response is sent as it is produced, once, and never replayed.
 
-    In leased mode, a process that dies between the effect and the stored response leaves a lost request: nobody knows
-    how far it came. These two decide about a lost request that is sent again:
+    In leased mode, a process that dies between the effect and the stored response leaves a lost request: how far it
+    came is not known. These two decide about a lost request that is sent again:
 
     * `on_stale`: "run" runs it. "review" answers it with 503 until it is settled or released (`Idempotency.lost`).
     * `reconcile`: an async function of the LostRequest, which is called instead. `Done(Response(…))` is stored and
@@ -95,8 +95,8 @@ class RouteOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A Route as it is obeyed: times in seconds. `name` is that of its scope. `named`: it was written down in
-    `routes=`. What can be obeyed as it was given is in `route` alone."""
+    """A compiled Route: times in seconds. `name`: the route's name in its scope. `named`: it was given in `routes=`.
+    Options that need no conversion are only in `route`."""
 
     name: str
     route: Route
@@ -108,20 +108,20 @@ class Policy:
     timeout: float | None
     expires: float | None
     retain: float
-    again: bool  # whether a request whose owner was lost may be taken over
+    again: bool  # whether another request may take over the key of a lost one
 
     def keeps(self, response: Response) -> bool:
-        """Whether it is the answer to its key. What the router has answered by itself is of no endpoint (H12). Raises
-        what the route's `store` raises."""
+        """Whether a response is kept as the answer to its key. A response that the router itself gave comes from no
+        endpoint, and is not kept (H12). Raises what the route's `store` raises."""
         return (response.routed or not of_router(response.status)) and self.kept(response)
 
     def streams(self, headers: Headers) -> bool:
-        """Whether a response with these headers is sent as it comes."""
+        """Whether a response with these headers is sent as it is produced."""
         return self.route.stream or streams(content_type(headers))
 
 
 def compile_route(name: str, route: Route, *, named: bool = False) -> Policy:
-    """Raises ConfigurationError for what cannot be, naming the route."""
+    """The policy of a route. Raises ConfigurationError, which names the route, for wrong options."""
 
     def refuse(problem: str) -> ConfigurationError:
         return ConfigurationError(f"route {name!r}: {problem}")
@@ -173,9 +173,9 @@ def _kept_by_default(response: Response) -> bool:
 
 
 def compile_fingerprint(name: str, spec: Fingerprint) -> Take | None:
-    """The fingerprint that `spec` asks for, of what must be equal in two requests with one key: method, host, path,
-    query and, as the route says, the body (H4). None if nothing is compared. Raises ConfigurationError for what is no
-    spec. What is not JSON is compared by its bytes, whatever was asked for."""
+    """The function for the fingerprint that `spec` asks for: over method, host, path, query and the chosen part of the
+    body, which must be equal in two requests with one key (H4). None if nothing is compared. A body that is not JSON is
+    compared by its bytes. Raises ConfigurationError for an invalid spec."""
     given: object = spec
     if given is None:
         return None
@@ -206,7 +206,7 @@ def _of_value(request: Request, body: bytes) -> bytes:
 
 
 def _of(request: Request, kind: bytes, body: bytes) -> bytes:
-    """Length-prefixed, so that no two requests look alike."""
+    """The fingerprint of the parts, each with its length before it, so that no two requests give the same text."""
     host, path = host_name(request.header("host") or ""), request.path
     texts = [text.encode(errors="surrogateescape") for text in (request.method, host, path)]
     parts = (*texts, request.query, kind, body)

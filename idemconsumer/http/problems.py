@@ -1,6 +1,5 @@
-"""What the door answers by itself: problem details (RFC 9457), whose types never change; and what the log says of a
-store that cannot be used, once (H58).
-"""
+"""The responses of the front door itself: problem details (RFC 9457), whose types never change. Also what is logged,
+once, about a store that cannot be used (H58)."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ from idemconsumer.redaction import typed_text
 
 TYPE: Final = "urn:idemconsumer:problem:"
 DESCRIBED: Final = "https://datatracker.ietf.org/doc/draft-ietf-httpapi-idempotency-key-header/"
-"""What the header is, for who has made a mistake with it."""
+"""A link to the definition of the header, for clients that used it wrongly."""
 MEDIA_TYPE: Final = "application/problem+json"
-PATIENCE: Final = 5.0  # seconds for a connection, and for what is asked before anything runs: a client waits
+PATIENCE: Final = 5.0  # seconds for a connection, and for queries before anything runs: a client waits
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One of them. `again`: seconds after which the same request may be sent again, with the same key."""
+    """One kind of problem. `again`: seconds after which the same request may be sent again, with the same key."""
 
     name: str
     status: int
@@ -43,7 +42,7 @@ class Problem:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of its body."""
+        """The fields of the response body."""
         return {"type": TYPE + self.name, "title": self.title, "status": self.status, "detail": self.detail}
 
     @property
@@ -65,8 +64,9 @@ def refusal(problem: Problem) -> Answer:
 
 @asynccontextmanager
 async def patience(problem: str) -> AsyncIterator[None]:
-    """Around what a store is asked while nothing has run: a client waits, and so does its connection. Raises our own
-    errors, and for all others StoreUnavailable (H52): for a client it is an outage, whatever a driver calls it."""
+    """A time limit around queries to a store while nothing has run: a client waits, and its connection with it. Raises
+    idemconsumer's own errors. All others become StoreUnavailable (H52): whatever a driver raises, for the client it is
+    an outage."""
     try:
         async with asyncio.timeout(PATIENCE):
             yield
@@ -158,7 +158,7 @@ OUTCOME_LOST: Final = replace(
     detail="It is not known whether the request was executed. It had no key, so that cannot be found out.",
     again=None,
 )
-# Of what is accepted and done later (H45).
+# For requests that are accepted and done later (H45).
 NOT_FOUND: Final = Problem(
     "not-found", 404, "Not known", "Nothing was accepted under this key, or it is no longer kept."
 )
@@ -182,20 +182,22 @@ ALL: Final = (
 
 
 OF_A_STORE: Final = (CommitUnknown, StoreUnavailable, ConfigurationError, Contention)
-"""What `Outages` answers."""
+"""The errors that `Outages` turns into a response."""
 
 
 class Outages:
-    """Of one use of a store. What it says of itself before it has ever worked is for the author of the service, who has
-    to see it; later nobody has written anything new, and what has changed is for its operator to mend."""
+    """Errors of one use of a store. Before the store has ever worked, a configuration error is raised, since the author
+    of the service must see it. Later the code is the same as when it worked, so the cause is a change that the operator
+    must repair, and the error becomes a 503."""
 
     def __init__(self) -> None:
         self._worked = False
         self._said: type[IdemConsumerError] | None = None
 
     def answered(self, error: IdemConsumerError, unknown: Problem = OUTCOME_UNKNOWN) -> Problem:
-        """`unknown`: where something may have been done. Raises the error if it came from the application, which says
-        nothing about our store (B12), or is for the author."""
+        """The problem for an error of the store. `unknown`: the problem if something may have been done. Raises the
+        error if it came from the application, where it says nothing about our store (B12), or if it is for the
+        author."""
         wrong = isinstance(error, ConfigurationError | StoreChanged)
         if error.by_function or (wrong and not self._worked):
             raise error
@@ -208,7 +210,8 @@ class Outages:
         return unknown if isinstance(error, CommitUnknown) else UNAVAILABLE
 
     def heard(self, *, wrote: bool) -> None:
-        """It has answered, and `wrote` something, too: what is full, or lacks a right, still tells what it has."""
+        """The store has answered; with `wrote` it has also written. A store that is full or lacks a right can still be
+        read, so only a write ends an outage."""
         self._worked = True
         if wrote and self._said is not None:
             self._said = None

@@ -1,4 +1,4 @@
-"""What is told of requests: numbers, where the front door has a registry for them, and spans (H55)."""
+"""Observation of requests: counts, if the front door has a registry for them, and spans (H55)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from idemconsumer.logs import log
 from idemconsumer.missing import cannot_import
 from idemconsumer.redaction import typed_text
 
-if TYPE_CHECKING:  # an optional library
+if TYPE_CHECKING:  # prometheus_client is optional
     from prometheus_client import CollectorRegistry
 
 _FAILED: Final = "failed"
@@ -27,7 +27,7 @@ OUTCOMES: Final = ("run", "replayed", *(each.name for each in problems.ALL), _FA
 
 
 class DoorWatch:
-    """Of one front door. It decides nothing, and what fails in it fails no request."""
+    """Observes one front door. It decides nothing, and an error in it fails no request."""
 
     def __init__(self, app: App, registry: CollectorRegistry | None) -> None:
         self._app = app
@@ -42,18 +42,18 @@ class DoorWatch:
             self._numbers = numbers_in(registry)
 
     def expect(self, policies: Iterable[Policy]) -> None:
-        """Their numbers are there before they count."""
+        """Create the counters of these policies at zero."""
         if self._numbers is not None:
             for policy in policies:
                 self._numbers.expect(self._app.name, policy.name, OUTCOMES)
 
     def refused(self, policy: Policy, problem: Problem) -> Response:
-        """What is answered to a request before its key is looked at."""
+        """Count and return the response to a request that is refused before its key is claimed."""
         self._count(policy, problem.name, None)
         return problem.response
 
     async def follow(self, policy: Policy, answering: Awaitable[Answer], *, keyed: bool) -> Answer:
-        """What `answering` gives or raises, told."""
+        """Await the answer, and record its outcome, duration and span."""
         began, outcome = time.monotonic(), _FAILED
         with tracing_of(self._app.settings).request(self._app.name, policy.name) as span:
             try:
@@ -72,7 +72,7 @@ class DoorWatch:
             return
         try:
             self._numbers.count(self._app.name, policy.name, outcome, seconds)
-        except Exception as error:  # noqa: BLE001 - such as a file that several processes count in, on a disk that is full
+        except Exception as error:  # noqa: BLE001 - such as a full disk, with the file that processes count in
             if not self._failing:
                 log.error("requests are not counted", error=typed_text(error))
             self._failing = True

@@ -1,4 +1,4 @@
-"""IdempotencyMiddleware for WSGI: the same front door for Flask, Django and what else is WSGI."""
+"""IdempotencyMiddleware for WSGI: the same front door for Flask, Django and other WSGI apps."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from idemconsumer.rules.http import MOST_DIGITS
 from idemconsumer.rules.routes import SAFE
 
 _PART: Final = 65_536  # bytes
-_GONE: Final = Response(400, (("Content-Length", "0"),), b"")  # to a client that had not sent all: nothing has begun
+_GONE: Final = Response(400, (("Content-Length", "0"),), b"")  # the client disconnected too early
 
 
 class IdempotencyMiddleware:
     """Wraps a WSGI app: `app.wsgi_app = IdempotencyMiddleware(app.wsgi_app, idempotency)` for Flask,
     `application = IdempotencyMiddleware(get_wsgi_application(), idempotency)` for Django.
 
-    Requests of routes that are not covered pass unchanged. For a covered request, the body is read once and handed on
-    as it came, and the response is sent when it is certain. The application runs in its server's thread, as usual. The
+    Requests of routes that are not covered pass unchanged. For a covered request, the body is read once and passed on
+    unchanged, and the response is sent once it is certain. The application runs in its server's thread, as usual. The
     decisions run in one event loop of the process, in a thread that the first covered request starts; a child that the
-    server forks later therefore does not inherit it. Everything opened is closed when the process exits.
+    server forks later does not inherit it. Everything opened is closed when the process exits.
 
     A thread cannot be cancelled. A route with `tx` that runs longer than its `timeout` is rolled back: its Tx refuses
     every further call, and the client is answered once the route returns. Other routes run to their end, whatever their
-    `timeout`, and answer then.
+    `timeout`, and are answered then.
     """
 
     def __init__(self, app: Wsgi, idempotency: Idempotency) -> None:
@@ -44,12 +44,12 @@ class IdempotencyMiddleware:
         self._table: RouteTable | None = None
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        """One request, as PEP 3333 has it."""
+        """Serve one request (PEP 3333)."""
         request = _request(environ)
         if request.method in SAFE:
             with seen(None):
                 return self.app(environ, start_response)
-        if self._table is None:  # made once: what was marked in the app is known when its first request comes
+        if self._table is None:  # made at the first request, when all endpoints of the app are marked
             self._table = self.idempotency.table(FlaskRoutes(self.app))
         policy = self._table.find(request)
         if policy is None:
@@ -66,7 +66,7 @@ class IdempotencyMiddleware:
         door = self.idempotency
         try:
             key = door.key_of(request, policy)
-            # In this thread: it may have to be looked up by a connection that belongs to it, as Django's do.
+            # In this thread, since the function may use a connection that belongs to it, as in Django.
             tenant = checked_tenant(_awaited(door.ask_tenant(request)))
             body = _read(environ, policy.route.max_body)
         except Refused as refused:
@@ -93,7 +93,7 @@ class AcceptLaterMiddleware:
 
     A POST of the path of `later`, and a GET below it, are answered as `AcceptLater` describes; the app answers
     everything else. `tenant` is called in the thread of the request. The rest runs in the event loop that
-    `IdempotencyMiddleware` uses too. So do not use an `App` here that also serves ASGI in the same process.
+    `IdempotencyMiddleware` uses too. So the `App` of `later` must not also serve ASGI in the same process.
     """
 
     def __init__(self, app: Wsgi, later: AcceptLater) -> None:
@@ -101,7 +101,7 @@ class AcceptLaterMiddleware:
         self.later = later
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        """One request, as PEP 3333 has it."""
+        """Serve one request (PEP 3333)."""
         request, later = _request(environ), self.later
         if not later.covers(request):
             return self.app(environ, start_response)
@@ -123,7 +123,7 @@ class AcceptLaterMiddleware:
 
 
 def _awaited(tenant: Any) -> Any:
-    """What it is, if it is awaited, in the loop."""
+    """The tenant. If it is awaitable, it is awaited in the event loop."""
     return background().start(tenant).result() if inspect.iscoroutine(tenant) else tenant
 
 
@@ -134,13 +134,13 @@ def _request(environ: Environ) -> Request:
 
 
 def _read(environ: Environ, cap: int) -> bytes | None:
-    """The whole body; None if the client has gone before it had sent all. Raises Refused if it is too large."""
+    """The whole body; None if the client disconnected before it had sent all. Raises Refused if it is too large."""
     given = environ.get("CONTENT_LENGTH") or ""
     length = int(given) if given.isdecimal() and len(given) <= MOST_DIGITS else None
     if given.isdecimal() and (length is None or length > cap):
         raise Refused(BODY_TOO_LARGE)
     if length is None and not environ.get("wsgi.input_terminated"):
-        return b""  # nothing says where it would end
+        return b""  # nothing tells where the body would end
     left = cap + 1 if length is None else length
     parts = list[bytes]()
     while left and (part := environ["wsgi.input"].read(min(left, _PART))):
@@ -152,7 +152,7 @@ def _read(environ: Environ, cap: int) -> bytes | None:
 
 
 def _decoded(text: str) -> str:
-    """From the bytes that a server puts into a text, one into each character (PEP 3333)."""
+    """The text, from a string in which the server has put one byte into each character (PEP 3333)."""
     return text.encode("latin-1").decode("utf-8", "replace")
 
 

@@ -1,6 +1,5 @@
-"""A WSGI application as one of ASGI (PEP 3333): it runs in the thread of its request, and what decides about it in the
-loop.
-"""
+"""Runs a WSGI application (PEP 3333) as an ASGI one: the application in the thread of its request, the decisions about
+it in the event loop."""
 
 from __future__ import annotations
 
@@ -32,19 +31,19 @@ StartResponse: TypeAlias = Callable[..., Write]
 Wsgi: TypeAlias = Callable[[Environ, StartResponse], Iterable[bytes]]
 
 _PHRASES: Final = {each.value: each.phrase for each in HTTPStatus}
-_STATUS: Final = "idemconsumer.status"  # of a message that starts a response: as the application has said it
+_STATUS: Final = "idemconsumer.status"  # in the message that starts a response: the status line of the application
 
 _Result = Future["bytes | Exception | None"]
-"""What the application raises is one: as an exception it might become one of asyncio's."""
+"""An exception of the application is returned as a value: raised, asyncio might take it for one of its own."""
 
 
 class RequestThread:
-    """The thread of one request does what the loop asks of it, one act after another: runs the application until there
-    is something to send, and hands to the server what is sent.
+    """The thread of one request. It executes acts for the event loop, one after another: it runs the application until
+    there is something to send, and passes to the server what is sent.
 
-    A thread cannot be cancelled. An act that is cancelled is over for the loop: the transaction is rolled back, or the
-    key was lost, and its Tx refuses whatever the thread still asks of it (H51). What is asked of a thread that has
-    ended fails, so that its key is given back.
+    A thread cannot be cancelled. For the loop, a cancelled act is over: the transaction is rolled back, or the key was
+    lost, and its Tx refuses every further call of the thread (H51). An act for a thread that has ended fails, so that
+    the key is released.
     """
 
     def __init__(self, app: Wsgi, environ: Environ, body: bytes, policy: Policy) -> None:
@@ -58,11 +57,11 @@ class RequestThread:
 
     # ---------------------------------------------------------------------------------------------------- in the loop
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One call of the application, as ASGI has it."""
+        """Run the application once, with the interface of an ASGI app."""
         environ = self._environ | {
             COVERED: scope[COVERED],
             "HTTP_ACCEPT_ENCODING": "identity",  # H5
-            "CONTENT_LENGTH": str(len(self._body)),  # of a body that was read: it is known, and it ends
+            "CONTENT_LENGTH": str(len(self._body)),  # the body has been read, so its length is known
             "wsgi.input_terminated": True,
             "wsgi.input": BytesIO(self._body),
         }
@@ -85,7 +84,7 @@ class RequestThread:
                 self._given.put((_Result(), call.close))
 
     async def send(self, message: Message) -> None:
-        """To the server."""
+        """Pass a message to the server."""
         self._given.put(message)
 
     async def _done(self, act: Callable[[], bytes]) -> Any:
@@ -93,23 +92,24 @@ class RequestThread:
         self._given.put((result, act))
         if self._ended:
             self._refuse()
-        got = await asyncio.wrap_future(result)  # cancelled, it gives up an act that the thread has not begun
+        got = await asyncio.wrap_future(result)  # a cancellation here also cancels an act that the thread has not begun
         if isinstance(got, Exception):
             raise got
         return got
 
     # -------------------------------------------------------------------------------------------------- in the thread
     def serve(self, answering: Coroutine[Any, Any, None], start_response: StartResponse) -> Iterable[bytes]:
-        """Do what is asked until there is an answer, and give it to the server."""
+        """Execute acts until there is an answer, and return it to the server."""
         sent = self._sent(background().start(answering), start_response)
         first = next(sent)
         if first["more_body"]:
             return _Parts(first, sent)
-        return [first["body"]] if first["body"] else []  # of one part a server knows the length
+        return [first["body"]] if first["body"] else []  # with a single part the server knows the length
 
     def _sent(self, serving: Future[None], start_response: StartResponse) -> Generator[Message]:
-        """The parts of the body. It ends with the thread, when the server closes it, and when nobody has it any more:
-        in whatever thread, the loop's too, so only the request's own waits until its key is given back."""
+        """The parts of the body. The generator ends if the thread ends, if the server closes it, or if it is
+        garbage-collected. The last may happen in any thread, even the loop's, so only the request's own thread waits
+        for the release of the key."""
         thread, more = threading.get_ident(), False
         serving.add_done_callback(lambda _: self._given.put(None))
         try:
@@ -124,7 +124,7 @@ class RequestThread:
                     yield given
             serving.result()
         except BaseException as error:
-            self._ended = True  # before it looks: who asks looks after that
+            self._ended = True  # before the queue is emptied: `_done` checks it after it has queued an act
             self._refuse()
             if self._call is not None:
                 self._call.close()
@@ -143,7 +143,7 @@ class RequestThread:
 
 
 class _Parts:
-    """What a server iterates over, and closes, also where it has not begun to."""
+    """The iterable for the server, with a `close` that works even if iteration has not begun."""
 
     def __init__(self, first: Message, sent: Generator[Message]) -> None:
         self._sent = sent
@@ -157,7 +157,7 @@ class _Parts:
 
 
 def respond(start_response: StartResponse, response: Response) -> Iterable[bytes]:
-    """Send all of it."""
+    """Send a complete response."""
     start_response(_status_line(response.status), list(response.headers))
     return [] if bodiless(response.status) else [response.body]
 
@@ -167,7 +167,7 @@ def _do(result: _Result, act: Callable[[], bytes | None]) -> None:
         return
     try:
         result.set_result(act())
-    except Exception as error:  # noqa: BLE001 - of the application: it is raised where the act was asked for
+    except Exception as error:  # noqa: BLE001 - an error of the application; it is raised in the loop, in `_done`
         result.set_result(error)
     except BaseException as error:
         result.set_result(CutOff(f"the application was ended with its thread, by {type(error).__name__}"))
@@ -175,7 +175,8 @@ def _do(result: _Result, act: Callable[[], bytes | None]) -> None:
 
 
 def _latin(text: object) -> bytes:
-    """What no server can send has no failure as its answer: the application has had its effect (H52)."""
+    """Encode as Latin-1, and replace other characters. A header that no server can send must not fail the request: the
+    application has had its effect (H52)."""
     return str(text).encode("latin-1", "replace")
 
 
@@ -184,7 +185,7 @@ def _status_line(status: int) -> str:
 
 
 class _Call:
-    """One call of the application (PEP 3333). What it gives to `write` is held in memory until it returns."""
+    """One call of the application (PEP 3333). What it passes to `write` is held in memory until it returns."""
 
     def __init__(self, app: Wsgi, environ: Environ, policy: Policy) -> None:
         self.ended = False
@@ -200,7 +201,7 @@ class _Call:
         self._rest: Iterator[bytes] | None = None
 
     def read(self) -> bytes:
-        """All of its body, or more than the policy keeps; of a stream nothing at first, then each part."""
+        """The whole body, or more than the policy keeps. Of a stream: nothing at first, then each part."""
         try:
             if self._rest is None:
                 self._parts = self._app(self._environ, self._start_response)
@@ -209,7 +210,7 @@ class _Call:
                 if (part := next(self._rest, None)) is not None:
                     self._hold(part)
                 else:
-                    self.close()  # what it still does belongs to the request, and may fail
+                    self.close()  # `close` may still run code of the request, and fail
                     self.ended = True
             if not self._status:
                 raise RuntimeError("the application has ended without a response")
@@ -235,14 +236,14 @@ class _Call:
         return {"type": "http.response.start", "status": status, "headers": headers, _STATUS: self._status}
 
     def close(self) -> None:
-        """Once, as the server would."""
+        """Close the application's iterable once, as the server would."""
         parts, self._parts = self._parts, ()
         if (close := getattr(parts, "close", None)) is not None:
             close()
 
     def _start_response(self, status: str, headers: Any, exc_info: ExcInfo | None = None) -> Write:
         if exc_info is not None and exc_info[1] is not None and (self._size or self._begun):
-            raise exc_info[1].with_traceback(exc_info[2])  # a server would have sent the headers by now
+            raise exc_info[1].with_traceback(exc_info[2])  # PEP 3333: the headers would have been sent already
         if exc_info is None and self._status:
             raise AssertionError("the application has called start_response twice, without exc_info")
         self._status, self._headers = status, tuple(headers)

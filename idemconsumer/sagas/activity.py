@@ -1,7 +1,7 @@
-"""What goes on in one run: its steps in flight, those that wait, and the handler's own code between them.
+"""The activity of one run: its steps in flight, its waits, and the handler's own code between them.
 
-A run ends here when nothing but waits is left of it (L41), when the handler takes too long between its steps (L35), and
-when it does not end though it was cancelled (L34) or goes on asking though it was refused (L36).
+A run ends here if only waits are left of it (L41), if the handler takes too long between its steps (L35), if it does
+not end after its cancellation (L34), or if it keeps requesting operations that are refused (L36).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from idemconsumer.sagas.order import TURNS
 from idemconsumer.sagas.steps import GRACE, left_behind
 from idemconsumer.user_code.cancellation import leave_behind
 
-MOST_REFUSED: Final = 100  # operations; a handler that asks for more does not stop by itself
-_LOOK: Final = 1.0  # seconds between two looks, while steps of other branches run
+MOST_REFUSED: Final = 100  # refused operations per task; a handler that requests more does not stop by itself
+_LOOK: Final = 1.0  # seconds between two checks of a wait, while steps of other branches run
 
 
 class OnlyWaits(OfTheEngine):
-    """Nothing is left of the run but these waits."""
+    """Only these waits are left of the run."""
 
     def __init__(self, waits: tuple[str, ...]) -> None:
         super().__init__(", ".join(waits))
@@ -33,15 +33,15 @@ class OnlyWaits(OfTheEngine):
 class Activity:
     """Watches the handler's task from its first moment until `close`, and the branches beside it (L13).
 
-    `unfinished`: the steps asked for, begun or not, that have not ended; `in_flight`: those whose function runs.
-    `waits` has all waits that are not over, also those that look right now; `resting` the task of each that looks
-    later. `wake` is set when a step is requested, or none will be. `left` is done once the handler's task is not to be
-    waited for any longer.
+    `unfinished`: the requested steps, begun or not, that have not ended; `in_flight`: the steps whose function runs.
+    `waits`: all waits that are not over, including those that are being checked right now; `resting`: the task of each
+    wait that will be checked later. `wake` is set when a step is requested, or when none will be any more. `left` is
+    done once the handler's task is no longer awaited.
     """
 
     def __init__(self, handler: str, timeout: float, interrupt: Callable[[BaseException], None]) -> None:
-        """`timeout`: the handler's, in seconds; one branch waits as long for what the others do. `interrupt` is called
-        with the error when the handler is to end."""
+        """`timeout`: the handler's, in seconds; it also limits how long one branch waits for others. `interrupt` is
+        called with the error if the handler must end."""
         self._handler = handler
         self._timeout = timeout
         self._interrupt = interrupt
@@ -55,9 +55,9 @@ class Activity:
         self._changed = asyncio.Event()
         self._main: asyncio.Task[Any] | None = None
         self._branches: set[asyncio.Task[Any]] = set()
-        self._ends: dict[str, asyncio.Future[None]] = {}  # of those in flight
+        self._ends: dict[str, asyncio.Future[None]] = {}  # for each step in flight: done when it ends
         self._steps = 0
-        self._moved = self._stepped = self._loop.time()  # when something did last, and when the last step ended
+        self._moved = self._stepped = self._loop.time()  # times of the last activity, and of the last end of a step
         self._timer: asyncio.TimerHandle | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._last: asyncio.TimerHandle | None = None
@@ -66,11 +66,11 @@ class Activity:
     # ----------------------------------------------------------------------------------------------------------- steps
     @property
     def in_branch(self) -> bool:
-        """Whether the current task is one: what it asks for could have come at another time."""
+        """Whether the current task is a branch: its requests could have come at another time."""
         return asyncio.current_task() is not self._main
 
     def step_begins(self) -> None:
-        """The current task has asked for one. From now on the step's own time limit counts."""
+        """The current task has requested a step. From now on the step's own timeout applies."""
         self._steps += 1
         if (task := asyncio.current_task()) is not None and task is not self._main:
             self._branches.add(task)
@@ -81,14 +81,14 @@ class Activity:
         self._moves()
 
     def mark(self, name: str, begun: bool) -> None:
-        """A step that was requested is not to be missed until it is `begun`."""
+        """List a requested step in `unfinished` only once it is `begun`: before that, the handler may drop it."""
         if begun and name not in self.unfinished:
             self.unfinished.append(name)
         elif not begun and name in self.unfinished:
             self.unfinished.remove(name)
 
     def takes_off(self, name: str) -> None:
-        """The function of a step is called."""
+        """The function of a step is about to be called."""
         task = asyncio.current_task()
         assert task is not None
         self.in_flight[name], self._ends[name] = task, self._loop.create_future()
@@ -98,14 +98,14 @@ class Activity:
         self._ends.pop(name).set_result(None)
 
     async def end_of_flight(self, names: Collection[str] | None = None) -> None:
-        """Wait for the steps in flight, or those of `names` among them; not for their tasks, which may go on for
-        ever."""
+        """Wait for the end of the steps in flight, or of those in `names`. This does not wait for their tasks, which
+        may never end."""
         if ends := [end for name, end in self._ends.items() if names is None or name in names]:
             await asyncio.wait(ends)
 
     # ----------------------------------------------------------------------------------------------------------- waits
     def look_again(self) -> None:
-        """Whoever waits for another branch, or rests, is to see whether it goes on."""
+        """Let every branch that waits for another one, and every resting wait, check whether it can go on."""
         self.wake.set()
         self._moves()
 
@@ -114,7 +114,7 @@ class Activity:
         self._changed.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for what other branches do, for the `timeout` at most."""
+        """Wait until a condition holds that depends on other branches, `timeout` seconds at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout):
                 while not condition():
@@ -122,15 +122,15 @@ class Activity:
                     await self.wake.wait()
 
     async def rest(self, name: str, seconds: float, stopped: Callable[[], bool]) -> None:
-        """Return when it is time to look again, after `seconds` at the latest, or when the wait is `stopped`. Raises
-        Paused when the run is to end here."""
+        """Return when the wait must be checked again: after `seconds` at the latest, or when it is `stopped`. Raises
+        OnlyWaits if the run must end here."""
         again = self._loop.time() + min(seconds, _LOOK)
         self.resting[name] = asyncio.current_task()
         self._changed.set()
         try:
             while (left := again - self._loop.time()) > 0 and not stopped():
                 if not (stay := self._stays()):
-                    for _ in range(TURNS):  # after a stall, what is over has yet to be seen by who awaits it
+                    for _ in range(TURNS):  # after a stall, tasks may not have seen yet what is over
                         await asyncio.sleep(0)
                     if not self._stays() and not stopped():
                         raise OnlyWaits(tuple(self.waits))
@@ -143,7 +143,7 @@ class Activity:
             del self.resting[name]
 
     def _stays(self) -> float:
-        """For how many seconds this run goes on, though it has waits that are not over."""
+        """For how many seconds this run goes on although some of its waits are not over."""
         self._branches = {task for task in self._branches if not task.done()}
         resting = set(self.resting.values())
         return rules.stays(
@@ -156,16 +156,16 @@ class Activity:
 
     # ------------------------------------------------------------------------------------------------ the handler's end
     def begin(self) -> None:
-        """Called in the handler's task."""
+        """Must be called in the handler's task."""
         self._main = asyncio.current_task()
         self._look()
 
     def end_in(self, seconds: float, error: BaseException) -> None:
-        """Whatever the handler does then, a step included."""
+        """End the run after so many seconds, whatever the handler does then, even within a step."""
         self._last = self._loop.call_later(seconds, self.end, error)
 
     def _look(self) -> None:
-        """One timer, set again when it finds that something has moved: a step costs no timer of its own."""
+        """The timer of L35. If a step has ended meanwhile it restarts itself, so a step needs no timer of its own."""
         if self._steps:
             self._stepped = self._loop.time()
         over = self._stepped + self._timeout
@@ -181,14 +181,14 @@ class Activity:
         )
 
     def end(self, error: BaseException) -> None:
-        """Interrupt the run, cancel the handler, and wait for it no longer than the grace."""
+        """Interrupt the run, cancel the handler, and wait for it no longer than GRACE."""
         self._interrupt(error)
         if self._grace is None and self._main is not None:
             self._main.cancel()
         self.cancelled()
 
     def cancelled(self) -> None:
-        """The handler's task was cancelled, and its run with it: no step waits for its turn."""
+        """The handler's task, and with it its run, was cancelled: no step waits for its turn any more."""
         self._interrupt(asyncio.CancelledError("the run was cancelled"))
         if self._grace is None and not self.left.done():
             self._grace = self._loop.call_later(GRACE, self._leave)
@@ -200,8 +200,8 @@ class Activity:
             self.left.set_result(None)
 
     async def refuse(self, why: BaseException) -> None:
-        """An operation is refused: let others run first. A task that goes on asking is stopped here for good, since it
-        would keep the event loop for itself, and the run ends without it."""
+        """Refuse an operation: let other tasks run first. A task that keeps requesting is suspended here for good,
+        since it would block the event loop, and the run ends without it."""
         task = asyncio.current_task()
         assert task is not None
         self._refused[task] += 1
@@ -216,7 +216,7 @@ class Activity:
         await self._loop.create_future()
 
     def check_loop(self) -> None:
-        """Refuse an operation from another thread or event loop, where it would never be answered."""
+        """Refuse an operation from another thread or event loop: it would never get an answer there."""
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:

@@ -1,7 +1,7 @@
-"""One attempt of a saga that this worker holds: run its handler, and end the attempt by what came of it.
+"""One attempt of a saga that this worker holds: run its handler, and end the attempt by the result.
 
-An attempt ends completed, rejected and undone, released for another attempt, or put aside for a person. While the
-outcome of a call is unknown, nothing is completed or undone on a guess.
+An attempt ends with the saga completed; rejected and undone; released for another attempt; or parked as a dead letter
+for a person. While the outcome of a call is unknown, nothing is completed or undone on a guess.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LOST: Final = (UnknownEffect.reason, "its worker was lost")
 
 
 class _Overdue(Exception):
-    """The saga has taken as long as it may."""
+    """The saga has reached its `max_duration`."""
 
 
 class Attempt:
@@ -69,7 +69,7 @@ class Attempt:
         lost_connections: LostConnections,
         progressed: Callable[[], None],
     ) -> None:
-        """`functions` calls those of the steps. `progressed` is called whenever a step has finished."""
+        """`functions` calls the functions of the steps. `progressed` is called whenever a step has finished."""
         self._work = work
         self._handler = work.handler
         self._options = work.handler.options
@@ -83,7 +83,7 @@ class Attempt:
         self.run: SagaRun | None = None
 
     async def go(self) -> Outcome:
-        """Raises Fenced, StoreUnavailable, CommitUnknown and RunEagerly; no outcome is decided then."""
+        """Raises Fenced, StoreUnavailable, CommitUnknown and RunEagerly; then no outcome is decided."""
         try:
             if self._lost_connections and (loss := await self._lost_connections.judge(self._saga.key)) is not None:
                 return await self._lost_again(loss)
@@ -110,7 +110,7 @@ class Attempt:
         return self._endings.saga
 
     def unaware_of_cancel(self, keys: Collection[bytes]) -> bool:
-        """Whether its saga is one of `keys`, and was taken before it was to be cancelled."""
+        """Whether its saga is one of `keys`, and was taken before the request to cancel it."""
         return self._saga.key in keys and self._saga.state is State.PROCESSING and self._saga.cancel is None
 
     async def _go(self) -> Outcome:
@@ -179,12 +179,12 @@ class Attempt:
             accepted=accepted,
             superseded=patched and await self._leases.superseded(self._handler.app, saga),
         )
-        phase = State.UNDOING if self._cancelling else saga.state  # then nothing new is run
+        phase = State.UNDOING if self._cancelling else saga.state  # if it is to be cancelled, nothing new is run
         self.run = SagaRun(steps, phase, compared, self._progressed, timeout=timeout)
         return self.run
 
     async def _run_handler(self, run: SagaRun, call: Call) -> tuple[object, BaseException | None]:
-        """What the handler returned or raised, once none of its steps is in flight."""
+        """The result or the error of the handler, once none of its steps is in flight."""
         try:
             children = Children(self._handler.app, self._handler.starter, self._saga)
             saga = UsersSaga(run, children, self._options.timeout)
@@ -213,7 +213,7 @@ class Attempt:
             raise cause
         if cause is not None and cause is run.interruption and (rules.undecided(cause) or rules.parked(cause)):
             raise cause
-        if isinstance(cause, _Overdue):  # what is to follow begins with a run that knows it
+        if isinstance(cause, _Overdue):  # the next attempt begins with the knowledge that it is overdue
             return await self._endings.again(cause, str(cause), failures=1, count=False)
         if self._saga.state is State.UNDOING:
             return await self._undo(run, cause)
@@ -231,8 +231,9 @@ class Attempt:
         return await self._failed(run, cause)
 
     def _cause(self, run: SagaRun, error: BaseException | None) -> BaseException | None:
-        """Why the run ended. Where an error made a TaskGroup, or the end of the run, cancel the steps beside it, that
-        is why: a rejection is still one, and what was cut off stays open. So is one beside which a step fails then."""
+        """Why the run ended. An error of the handler may have made a TaskGroup, or the end of the run, cancel other
+        steps: then that error is the cause, so a rejection stays a rejection, and the cut-off steps stay open. A
+        rejection also stays the cause if another step fails afterwards."""
         interruption = run.interruption
         if isinstance(interruption, asyncio.CancelledError):
             apart = isinstance(error, Exception) and not isinstance(error, SelfCancelled)
@@ -241,7 +242,7 @@ class Attempt:
             hidden = run.refused and _is_failure(interruption)
         return error if hidden else interruption or error
 
-    # ------------------------------------------------------------------------------------- what a failure leads to
+    # -------------------------------------------------------------------------------------------------- after a failure
     async def _failed(self, run: SagaRun, error: BaseException) -> Outcome:
         """Another attempt, or the end of all attempts."""
         step, endings = run.step_of(error), self._endings
@@ -263,14 +264,14 @@ class Attempt:
                 return await self._reject(run, ("attempts_exhausted", type(error).__name__, None), error)
 
     async def _unencodable(self, run: SagaRun, error: TypeError) -> Outcome:
-        """All that it was to do is done. That its result cannot be stored is no reason to undo that (L27)."""
+        """All steps of the saga are done, but its result cannot be stored. That is no reason to undo them (L27)."""
         self._endings.warn("saga failed", error, recovery_point=run.recovery_point)
         text = describe(error)
         again = await self._endings.try_again(error, text, progressed=run.progressed)
         return again or await self._endings.put_aside("result_unencodable", text, error)
 
     async def _reject(self, run: SagaRun, refusal: tuple[str, object, int | None], cause: BaseException) -> Outcome:
-        """Commit UNDOING first, once the outcome of every call is known (L7)."""
+        """Commit the phase UNDOING first, once the outcome of every call is known (L7)."""
         try:
             rejection = codecs.encode_rejection(*refusal)
         except TypeError as unencodable:
@@ -290,7 +291,7 @@ class Attempt:
         return await self._undo(run, cause, fresh=True)
 
     async def _resolve(self, run: SagaRun) -> Outcome | None:
-        """Learn how its open calls ended. None: that is known now."""
+        """Determine how the open calls ended. None: their outcomes are known now."""
         _, error = await run_isolated(run.resolve(await self._leases.steps(self._saga.key)))
         if error is None:
             return None
@@ -301,11 +302,12 @@ class Attempt:
         return await self._failed(run, error)
 
     async def _undo(self, run: SagaRun, cause: BaseException | None, *, fresh: bool = False) -> Outcome:
-        """Undo what is to be undone, then FAILED. `cause` ended the run with the undos; `fresh`: it ran forward."""
+        """Undo the finished steps, then end as FAILED. `cause` ended the run with the undos; `fresh`: it ran
+        forward."""
         saga, endings = self._saga, self._endings
         ended = cause is None or isinstance(cause, Replayed) or refused(cause, self._options.fail_on)
         replayed = ended and not isinstance(run.interruption, asyncio.CancelledError)  # else branches may be cut off
-        if fresh and not replayed and run.compared.unasked:  # what it has an undo for now is not known (L25)
+        if fresh and not replayed and run.compared.unasked:  # its present undos are not all known (L25)
             assert cause is not None
             return await endings.again(cause, describe(cause), failures=1, count=False)
         try:
@@ -323,11 +325,11 @@ class Attempt:
     # ------------------------------------------------------------------------------------------------- cancelled (L50)
     @property
     def _cancelling(self) -> bool:
-        """It is to be cancelled, and how it ends is not committed yet."""
+        """A cancellation is requested, and the saga's end is not committed yet."""
         return self._saga.cancel is not None and self._saga.state is State.PROCESSING
 
     async def _cancel_at_once(self) -> Outcome | None:
-        """FAILED, or UNDOING, without the handler, unless there is a call of unknown outcome. None: go on."""
+        """Commit FAILED, or UNDOING, without the handler, unless a call has an unknown outcome. None: go on."""
         rows = await self._leases.steps(self._saga.key)
         if rules.unknown_calls(rows):
             return None
@@ -339,7 +341,7 @@ class Attempt:
         return None
 
     async def _cancel(self, run: SagaRun, cause: BaseException | None) -> Outcome:
-        """`run` has only replayed the handler. `cause` ended it."""
+        """End a saga that is to be cancelled. `run` has only replayed the handler, and `cause` ended it."""
         if not (cause is None or isinstance(cause, Replayed) or refused(cause, self._options.fail_on)):
             return await self._failed(run, cause)
         if self._saga.cancel:
@@ -357,19 +359,19 @@ class Attempt:
         return again or await endings.put_aside("undo_failed", text, error)
 
     async def _collided(self, collision: Contention) -> Outcome:
-        """It costs no attempt (B3), until the saga has done nothing else for an hour (B15)."""
+        """A contention costs no attempt (B3) unless the saga has made no other progress for an hour (B15)."""
         saga = self._saga
-        # Between two collisions here, another worker may have brought it further.
+        # Another worker may have made progress between two collisions here.
         progress = (saga.state, saga.attempt, None if self.run is None else self.run.recovery_point)
         streak = self._contended.collided(saga.key, saga.handler, progress)
         if streak.seconds >= MAX_CONTENTION:
             return await self._endings.put_aside("contended", streak.describe(collision))
-        # The saga waits for it, not its lane: the lane would treat this as an outage.
+        # The saga is released for the pause and its lane stays free: the lane would treat the contention as an outage.
         pause = contention_pause(streak.collisions, self._endings.chance())
         return await self._endings.release(pause, describe(collision), collision)
 
     async def _lost_again(self, loss: ConnectionLost) -> Outcome:
-        """Its functions have lost their connection so often in a row that it is their failure (B13)."""
+        """The saga's functions have lost their connection so often in a row that this counts as their failure (B13)."""
         if self._work.call is None:
             return await self._go()
         if self._saga.state is State.UNDOING:
@@ -383,12 +385,12 @@ class Attempt:
     # ------------------------------------------------------------------- after a lost worker, or too long a time (L58)
     @property
     def _asks(self) -> bool:
-        """Whether the handler can be asked what became of its saga."""
+        """Whether the handler's `reconcile` can be asked about the saga."""
         can_run = self._start() in (Start.RUN, Start.RECONCILE)
         return can_run and self._handler.reconciles and self._work.call is not None
 
     async def _end_overdue(self) -> Outcome | None:
-        """Of a saga that has taken as long as it may. None: it is not done, so it is to be undone."""
+        """End a saga that has reached its `max_duration`. None: `reconcile` reports it as not done, so undo it."""
         why = str(self._overdue())
         if (end := await self._endings.unread()) is not None:
             return end
@@ -404,6 +406,6 @@ class Attempt:
 
 
 def _is_failure(error: BaseException | None) -> bool:
-    """Whether another attempt is all that it leads to."""
+    """Whether the error leads to another attempt and to nothing else."""
     decides = rules.undecided(error) or rules.parked(error) or isinstance(error, _Overdue)
     return isinstance(error, Exception) and not decides

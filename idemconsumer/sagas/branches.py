@@ -1,8 +1,8 @@
 """saga.all: many branches of one saga, a few of them at a time (L46).
 
-The branches are begun in their order, each in the place of one that has ended, so no more tasks exist than may run.
-Once one has raised, no step begins that is not recorded yet. Recorded ones are asked for all the same, so that a replay
-that meets the rejection first knows what else there is.
+Branches begin in their order, each in place of one that has ended, so no more tasks exist than may run. Once a branch
+has raised, no unrecorded step begins. Recorded steps are still requested, so that a replay that meets the rejection
+first still learns which other steps exist.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ Branch = Coroutine[Any, Any, T]
 
 
 class NotBegun(OfTheEngine):
-    """A step of a branch that is not recorded, and begins no more. It interrupts no run."""
+    """An unrecorded step of a branch that must not begin any more. It does not interrupt the run."""
 
 
 class Group:
-    """The branches of one `all`, as their steps see it. `parent`: the one around it, if it is in a branch itself.
+    """The branches of one `all`, as their steps see it. `parent`: the enclosing group, if this `all` is in a branch
+    itself.
 
-    `end`: the name of a step without a record, which the branches of an undoing saga have come to. `rejection`: the
-    record of the rejection that was replayed last.
+    `end`: the name of a step without a record that a branch of an undoing saga has reached. `rejection`: the record of
+    the latest rejection that was replayed.
     """
 
     def __init__(self, run: object, parent: Group | None, stopped: Callable[[], None]) -> None:
-        """`stopped` is called when it is."""
+        """`stopped` is called when the group is stopped."""
         self.run = run
         self.parent = parent
         self._tell = stopped
@@ -50,13 +51,13 @@ class Group:
         return self._stopped or (self.parent is not None and self.parent.stopped)
 
     def ends_before(self, row: StepRow | None, answer: StepAnswer, *, ended: bool) -> bool:
-        """Whether a branch that comes to this step ends there. `ended`: the handler has. A call of unknown outcome is
-        run all the same, or nobody would learn how it ended (L4)."""
+        """Whether a branch ends before this step. `ended`: the handler has ended. A call of unknown outcome is run all
+        the same: otherwise its outcome would never be known (L4)."""
         begins = row is None or row.waits
         return answer is StepAnswer.END or (answer is StepAnswer.RUN and (ended or (self.stopped and begins)))
 
     def refuse(self, name: str, *, end: bool) -> NotBegun:
-        """`end`: the saga is undone, so this step ends its branch."""
+        """The exception for a step that does not begin. `end`: the saga is undone, so this step ends its branch."""
         if end:
             self.end = name
         return NotBegun(f"step {name!r} has not begun")
@@ -70,14 +71,15 @@ _group: Final[ContextVar[Group | None]] = ContextVar("the branches of saga.all",
 
 
 def group_of(run: object) -> Group | None:
-    """The innermost group of this run that the current task belongs to."""
+    """The innermost group of this run to which the current task belongs."""
     group = _group.get()
     return group if group is not None and group.run is run else None
 
 
 class Branches(Generic[T]):
-    """Runs the branches of one `all`. `recorded`: whether steps are recorded that were not asked for yet. `mark` is
-    called with each branch and whether it is begun: False for those that are made already, True when one is begun."""
+    """Runs the branches of one `all`. `recorded`: whether recorded steps exist that have not been requested yet. `mark`
+    is called with a branch and whether it is begun: with False for coroutines that exist already, with True when one
+    begins."""
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class Branches(Generic[T]):
         self._errors: dict[int, Exception] = {}
 
     async def run(self) -> bool:
-        """Run them until all have ended, or no other begins. False if some have no output, and none has raised."""
+        """Run until all have ended, or none may begin any more. False if some have no output, and none has raised."""
         tasks: list[asyncio.Task[None]] = []
         before = _group.set(self._group)
         try:
@@ -121,7 +123,7 @@ class Branches(Generic[T]):
         return bool(self._errors) or (self._exhausted and len(self._outputs) == self._taken)
 
     def outputs(self) -> list[T]:
-        """In the order of the branches. Raises what the first of them raised."""
+        """The outputs, in the order of the branches. Raises the error of the first branch that failed."""
         if self._errors:
             raise self._errors[min(self._errors)]
         return [self._outputs[n] for n in range(self._taken)]
@@ -133,20 +135,20 @@ class Branches(Generic[T]):
                 self._outputs[n] = await branch
             except NotBegun:
                 pass
-            except BaseExceptionGroup as group:  # of a TaskGroup
+            except BaseExceptionGroup as group:  # raised by a TaskGroup
                 _, rest = group.split(NotBegun)
                 if isinstance(rest, Exception):
                     self._fail(n, rest)
                 elif rest is not None:
                     raise rest from None
-            except Exception as error:  # noqa: BLE001 - raised when the others have ended
+            except Exception as error:  # noqa: BLE001 - raised once the other branches have ended
                 self._fail(n, error)
-            # Recorded branches may end without waiting. Those taken before must have begun: one may have been rejected.
+            # A recorded branch may never wait. Let those taken before begin first: one may have been rejected.
             await asyncio.sleep(0)
             item = self._take()
 
     def _take(self) -> tuple[int, Branch[T]] | None:
-        """The next branch to begin. One that may have recorded steps is begun in any case."""
+        """The next branch to begin. A branch that may have recorded steps begins in any case."""
         if (self._group.stopped or self._group.end is not None) and not self._recorded():
             return None
         try:
@@ -154,7 +156,7 @@ class Branches(Generic[T]):
         except StopIteration:
             self._exhausted = True
             return None
-        except Exception as error:  # noqa: BLE001 - of the generator that makes them, raised likewise
+        except Exception as error:  # noqa: BLE001 - of the user's generator; raised likewise
             self._fail(self._taken, error)
             return None
         self._taken += 1
@@ -173,7 +175,7 @@ class Branches(Generic[T]):
         self._group.stop()
 
     async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """End those still running, if it was cancelled or interrupted, and close what was made and not begun."""
+        """If it was cancelled or interrupted, end the branches that run; close coroutines that have not begun."""
         if isinstance(self._given, Collection):
             for branch in self._items:
                 if isinstance(branch, Coroutine):
@@ -185,4 +187,4 @@ class Branches(Generic[T]):
             await asyncio.wait(pending)
         for task in tasks:
             if not task.cancelled():
-                task.exception()  # one of them is raised; asyncio would complain of the others
+                task.exception()  # marks the error as retrieved: one is raised, and asyncio would log the others

@@ -1,4 +1,4 @@
-"""Steps by which a saga starts others, waits for their ends, and stops them when it is undone (L47 to L49)."""
+"""Steps by which a saga starts other sagas, waits for their ends, and stops them when it is undone (L47 to L49)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from idemconsumer.stores.open_steps import PostgresStep
 
 
 class ChildRuns(OfTheEngine):
-    """An undo cannot go on before this child has ended."""
+    """An undo cannot go on until this child has ended."""
 
     def __init__(self, child: bytes) -> None:
         super().__init__(child.hex())
@@ -41,8 +41,9 @@ class _Stored(msgspec.Struct):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StartSpec(StepSpec):
-    """A step in a transaction that starts another saga: the `child`, whose handler is `bound`. `joins`: also one that
-    is there already. `owner`: the saga that it is begun for, not this one if another's start was the first (L80)."""
+    """A step in a transaction that starts another saga: the `child`, whose handler is `bound`. `joins`: an existing
+    saga with that key counts as the child. `owner`: the saga for which the child was begun; another saga than this one
+    if that one's start came first (L80)."""
 
     child: Child[Any]
     bound: BoundHandler
@@ -51,8 +52,9 @@ class StartSpec(StepSpec):
     owner: bytes = b""
 
     async def begin(self, opened: PostgresStep) -> None:
-        """Before its function. Raises BadMessage for a payload that the handler does not take, SagaMisused where this
-        saga would wait for itself, and Reject where its key has begun with another payload, or is not to be joined."""
+        """Claim the child, before the step's function runs. Raises BadMessage for a payload that the handler does not
+        take, SagaMisused if this saga would wait for itself, and Reject if the child's key has begun with another
+        payload, or exists and must not be joined."""
         child = self.child
         its = self.bound.from_code(self.args[0], key=child.key, tenant=child.tenant).claim
         if its.key.hex() != child.id:
@@ -70,7 +72,7 @@ class StartSpec(StepSpec):
         self.owner = begun.owner
 
     def _queued(self, child: Child[Any]) -> tuple[str, str]:
-        """Queue and key of the message that begins it."""
+        """Queue and key of the message that begins the child."""
         return self.bound.own_source.partition(":")[2], child.key
 
     def digest_arguments(self, opaque: Iterable[object]) -> None:
@@ -88,7 +90,8 @@ class StartSpec(StepSpec):
         return Child(self.child.handler, stored.key, stored.tenant, stored.id)
 
     async def stop(self, store: PostgresLeases, saga: LeasedSaga, child: Child[Any]) -> StartSpec:
-        """What is left to undo of it, once it has ended (L49), if this saga has begun it (L80). Raises ChildRuns."""
+        """Stop the child if this saga has begun it (L80), and return the step with the undo that is left once the child
+        has ended (L49). Raises ChildRuns."""
         key = bytes.fromhex(child.id)
         stopping = key, self.bound.identity.scope(child.tenant), self._queued(child)
         ended = await store.stop_child(saga, *stopping)
@@ -103,18 +106,18 @@ class StartSpec(StepSpec):
 
 @dataclass(slots=True, eq=False)
 class ResultSpec(WaitSpec):
-    """Waits for the end of a child."""
+    """A wait for the end of a child."""
 
     def rejection(self, output: StoredResult | None) -> Reject:
         rejected = codecs.decode_rejection(output)
-        if rejected.code == SIGNAL_TIMEOUT and rejected.body == {"signal": self.signal}:  # else it is the child's own
+        if rejected.code == SIGNAL_TIMEOUT and rejected.body == {"signal": self.signal}:  # else the child's own
             return SignalTimeout(str(self.signal))
         return rejected
 
 
 @dataclass(frozen=True, slots=True)
 class Children:
-    """What one `saga` of an app starts."""
+    """Makes the steps by which one saga starts children."""
 
     app: str
     starter: Starter | None
@@ -123,7 +126,7 @@ class Children:
     def start(
         self, name: str, handler: object, payload: object, key: str | None, undo: Any, on_existing: OnExisting
     ) -> StartSpec:
-        """Raises SagaMisused."""
+        """The step that starts a child. Raises SagaMisused."""
         starter, saga = self.starter, self.saga
         if on_existing not in get_args(OnExisting):
             raise SagaMisused(f'step {name!r}: on_existing is {on_existing!r}; write "join" or "reject"')
@@ -150,7 +153,7 @@ class Children:
 
 
 def result(name: str, child: Child[Any], timeout: Duration | None) -> ResultSpec:
-    """Raises SagaMisused, and ConfigurationError for what is no duration."""
+    """The step that waits for a child. Raises SagaMisused, and ConfigurationError for an invalid duration."""
     given: object = child
     if not isinstance(given, Child):
         raise SagaMisused(f"step {name!r} waits for {given!r:.60}; pass it what saga.start returned")
@@ -167,7 +170,7 @@ async def _nothing(tx: Tx, child: object, payload: object) -> None:
 
 
 def check_circle(name: str, child: str, its: Kinship) -> None:
-    """No saga waits for one that waits for it, and is never told (L65). Raises SagaMisused."""
+    """Refuse a wait of two sagas for each other, which neither would notice (L65). Raises SagaMisused."""
     if its.above:
         raise SagaMisused(
             f"step {name!r}: saga {child[:12]} is this saga, or started it and has not ended, so each would wait for "

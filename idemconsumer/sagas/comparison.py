@@ -1,7 +1,7 @@
-"""What is recorded of a saga, beside what its handler asks for in this run (L6, L73).
+"""Compares the recorded steps of a saga with those that its handler requests in this run (L6, L73).
 
-A handler that asks for other steps than those that are recorded, or for the same ones with other arguments, is not the
-one that recorded them. Nothing here waits for anything.
+A handler that requests other steps than the recorded ones, or the same steps with other arguments, is not the handler
+that recorded them. Nothing here awaits.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from idemconsumer.rules.values import StepRow, StepState
 from idemconsumer.sagas import outputs
 from idemconsumer.sagas.step import StepSpec
 
-_MOST_NAMES: Final = 50  # in the error of a dead letter
+_MOST_NAMES: Final = 50  # names listed in the error of a dead letter
 
 
 class Comparison:
-    """Of one run. `asked`: the steps that the handler has asked for, by name; `rows`: those that are recorded; `open`:
-    the names of the calls without a known outcome."""
+    """The comparison in one run. `asked`: the requested steps, by name; `rows`: the recorded ones; `open`: the names of
+    calls with an unknown outcome."""
 
     def __init__(
         self, rows: Sequence[StepRow], opaque: Collection[object], *, accepted: bool, superseded: bool
     ) -> None:
-        """`opaque`: what a handler may pass to steps that is no value: a replay has others. `accepted`: a person lets
-        it continue with a handler that asks for other steps. `superseded`: a worker of another build may run it, and
-        may know patches that this one does not."""
+        """`opaque`: objects that a handler may pass to steps and that are not values: a replay has other ones.
+        `accepted`: a person has allowed the saga to continue with a handler that requests other steps. `superseded`: a
+        worker of another build may run the saga, and may know patches that this one does not."""
         self.rows = {row.name: row for row in rows}
         self.asked: dict[str, StepSpec] = {}
         self.unasked = Unasked(rows)
@@ -39,8 +39,8 @@ class Comparison:
         self._opaque = opaque
 
     def ask(self, spec: StepSpec, inside: str | None) -> None:
-        """The handler asks for this step, for the first time in this run. `inside`: the step whose function does.
-        Raises SagaMisused, and SagaChanged for another step under its name, or other arguments."""
+        """The handler requests this step, for the first time in this run. `inside`: the step whose function requests
+        it. Raises SagaMisused, and SagaChanged for another kind of step under its name, or for other arguments."""
         spec.check_name()
         name = spec.name
         if name in self.asked:
@@ -57,7 +57,7 @@ class Comparison:
         self.compare(spec)
 
     def compare(self, spec: StepSpec) -> None:
-        """As `ask`, of a step that is asked for in another way."""
+        """Like `ask`, for a step that is not requested by the handler now."""
         name = spec.name
         self.asked[name] = spec
         spec.digest_arguments(self._opaque)
@@ -80,29 +80,30 @@ class Comparison:
         )
 
     def forget(self, specs: Iterable[StepSpec]) -> None:
-        """These have not begun, and what is not recorded of them was not asked for. Of the others the outcome may have
-        to be learnt (L50)."""
+        """These steps have not begun. Those without a record count as not requested. The recorded ones stay, since the
+        outcomes of calls among them may have to be determined (L50)."""
         for each in specs:
             if each.name not in self.rows:
                 del self.asked[each.name]
 
     @property
     def undoable(self) -> list[str]:
-        """The steps that the handler has an undo for now."""
+        """The requested steps for which the handler has an undo now."""
         return [name for name, spec in self.asked.items() if spec.has_undo]
 
     def undos_added(self) -> list[str]:
-        """Those of them that were recorded before without one (L25)."""
+        """The `undoable` steps that were recorded without an undo (L25)."""
         return [name for name in self.undoable if (row := self.rows.get(name)) is not None and not row.has_undo]
 
     def check_complete(self) -> None:
-        """Before completion every recorded step must have been asked for, and every call must have a known outcome."""
+        """Before completion: every recorded step must have been requested, and every call must have a known outcome.
+        Raises SagaChanged and UnknownEffect."""
         self.check_nothing_passed_over(at_end=True)
         if self.open:
             raise UnknownEffect(f"the handler has ended, and the outcome of step {min(self.open)!r} is unknown")
 
     def check_nothing_passed_over(self, *, at_end: bool) -> None:
-        """Raises SagaChanged if the handler should have asked for something by now."""
+        """Raises SagaChanged if the handler should have requested a recorded step by now."""
         if self.accepted:
             return
         if (row := self.unasked.passed_over(at_end=at_end)) is not None:
@@ -112,7 +113,7 @@ class Comparison:
 
 
 def both_lists(rows: Iterable[StepRow], asked: Iterable[str] | None) -> str:
-    """The steps that are recorded, and those that the handler has asked for. None: it did not run."""
+    """The recorded steps, and those that the handler has requested, as text. None: the handler did not run."""
     asked_for = "nothing, it did not run" if asked is None else _names(list(asked))
     return f"recorded: {_names([row.name for row in rows])}; requested: {asked_for}"
 

@@ -1,8 +1,9 @@
-"""In which order the branches of a run get what has finished: by position, in the first run as in every replay (L72).
+"""The order in which the branches of a run get the outputs of finished steps: by position, in the first run as in every
+replay (L72).
 
-What a branch does next may depend on what others have done before it. So a step that has finished is given to its
-branch only after all that finished before it, and what each of them leads to comes first, by a few turns of the loop.
-A write whose answer is still out may have an earlier position, and is waited for.
+The next request of a branch may depend on what other branches have done before. So a finished step is handed out to its
+branch only after all steps that finished before it, and the consequences of each come first, by a few turns of the
+event loop. A write whose answer is outstanding may have an earlier position, so its answer is awaited.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Final, Self
 from idemconsumer.rules.values import StepRow
 from idemconsumer.sagas.step import StepSpec
 
-TURNS: Final = 10  # from the end of a step to who waits for the first of several tasks, two levels up
-_LOOK: Final = 0.005  # seconds, while a step is being cancelled
+TURNS: Final = 10  # turns of the loop, from a step's end to code that awaits the first of several tasks, two levels up
+_LOOK: Final = 0.005  # seconds between two checks, while a step is being cancelled
 
 
 class Sending:
@@ -42,54 +43,55 @@ class Sending:
 
 
 class Order:
-    """Of the finished steps of one run that its branches have not got yet. What had no other step beside it waits for
-    those that had: the rest of its task has been given out before."""
+    """The finished steps of one run that have not been handed out to its branches yet. A step that overlapped no
+    other one waits only for earlier steps that did overlap: the other steps of its own task have been handed out
+    before it."""
 
     def __init__(self, rows: Iterable[StepRow], timeout: float) -> None:
-        """`rows`: those recorded before this run, each of which the handler is to ask for. `timeout`: how long one of
-        them is waited for, in seconds. `ending`: whether steps that were cancelled have not ended. `replayed` is called
-        once all of `rows` have been given out."""
+        """`rows`: the steps recorded before this run, all of which the handler is expected to request. `timeout`: how
+        many seconds to wait for one of them. `ending`: whether a cancelled step has not ended yet. `replayed` is called
+        once all of `rows` have been handed out."""
         self.ending: Callable[[], bool] = lambda: False
         self.replayed: Callable[[], None] = lambda: None
         self._timeout = timeout
         self._left = {row.name: (row.position, row.overlapped) for row in rows if row.position is not None}
-        self.given = 0  # steps that were given out
+        self.given = 0  # steps handed out so far
         self._recorded = set(self._left)
-        self.replaying = bool(self._recorded)  # something of `rows` has not been given out, with what it leads to
+        self.replaying = bool(self._recorded)  # some of `rows`, with its consequences, has not been handed out
         self._heaps: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
         for name, (position, overlapped) in self._left.items():
             self._heaps[overlapped].append((position, name))
         for heap in self._heaps.values():
             heapify(heap)
-        self._sent: dict[str, int] = {}  # writes without an answer
+        self._sent: dict[str, int] = {}  # writes whose answer is outstanding
         self._numbers = count(1)
-        self._behind: dict[str, int] = {}  # the last of the writes that may have an earlier position
+        self._behind: dict[str, int] = {}  # the number of the last write that may have an earlier position
         self._waiting: dict[str, asyncio.Future[None]] = {}
-        self._queue: list[tuple[int, str]] = []  # of these, with some that wait no more
+        self._queue: list[tuple[int, str]] = []  # the waiting steps by position; some entries no longer wait
         self._pausing = self._closed = False
         self._resting: asyncio.Handle | None = None
-        self._turns = 0  # to go in this pause
+        self._turns = 0  # turns left in this pause
         self._loop = asyncio.get_running_loop()
-        # What asyncio's loop runs next. If it is empty, what was given out has led as far as it goes without waiting.
-        # Other loops do not tell, and make all the turns.
+        # The callbacks that asyncio's loop runs next. If there are none, the consequences of the last step have gone as
+        # far as they go without waiting. Other loops do not expose them, and take all the turns.
         self._ready: Sized = getattr(self._loop, "_ready", (None,))
 
     def finished(self, name: str) -> bool:
-        """Whether it waits for its turn."""
+        """Whether this step has finished and waits for its turn."""
         return name in self._left
 
     def unanswered(self, name: str) -> bool:
-        """Whether a write that may have finished it was cut off."""
+        """Whether a write was cut off that may have finished this step."""
         return name in self._sent
 
     def sending(self, spec: StepSpec) -> Sending:
-        """Around a write that may finish this step. Inside, `position` is set to that of the step, if it has. If the
-        write is cancelled, it is to be asked for, by `found`."""
+        """A context for a write that may finish this step. The block sets `position` if the step has finished. If the
+        write is cancelled, its outcome must be queried and reported by `found`."""
         self._sent[spec.name] = next(self._numbers)
         return Sending(self, spec)
 
     def found(self, spec: StepSpec, position: int | None) -> None:
-        """The position of this step, or None, if it has not finished."""
+        """The position of this step; None if it has not finished."""
         name = spec.name
         del self._sent[name]
         if position is not None:
@@ -101,7 +103,7 @@ class Order:
             self._give()
 
     def gives(self, name: str) -> bool:
-        """Give out this step, if it is its turn or it has been given out already."""
+        """Hand out this step if it is its turn. Returns whether it has been handed out, now or before."""
         if name in self._left:
             if not self._closed and (self._pausing or self._missing(name) is not None):
                 return False
@@ -109,9 +111,10 @@ class Order:
         return True
 
     async def turn(self, name: str, last: Callable[[], Awaitable[None]] | None = None) -> str | None:
-        """Return when all that finished before this step has been given out. The name of a recorded one that has not
-        been in time, if there is one; the step is given out all the same. `last` is awaited when its turn has come:
-        what finishes meanwhile comes after it. If it is cancelled, the step has not been given out."""
+        """Return when all steps that finished before this one have been handed out. If a recorded step was not
+        requested in time, its name is returned; this step is handed out all the same. `last` is awaited when the turn
+        has come: steps that finish meanwhile come after this one. If `last` is cancelled, this step has not been handed
+        out."""
         if name not in self._left or ((last is None or self._closed) and self.gives(name)):
             return None
         waiting = self._waiting[name] = self._loop.create_future()
@@ -120,7 +123,7 @@ class Order:
         timer = self._loop.call_later(self._timeout, _wake, waiting)
         try:
             await waiting
-            while (missing := self._missing(name)) in self._sent and not self._closed:  # each write is answered
+            while (missing := self._missing(name)) in self._sent and not self._closed:  # every write gets an answer
                 waiting = self._waiting[name] = self._loop.create_future()
                 await waiting
             if last is not None:
@@ -132,14 +135,14 @@ class Order:
         return None if missing in self._sent or self._closed else missing
 
     def close(self) -> None:
-        """The run is interrupted: nobody waits any longer."""
+        """The run is interrupted: no step waits any longer."""
         self._closed = True
         for waiting in self._waiting.values():
             _wake(waiting)
 
     def _missing(self, name: str) -> str | None:
-        """What has to be given out before this step."""
-        if not self._sent and len(self._left) == 1:  # as in a handler without branches
+        """A step that must be handed out before this one, if any."""
+        if not self._sent and len(self._left) == 1:  # the usual case of a handler without branches
             return None
         position, overlapped = self._left[name]
         oldest = next(iter(self._sent), None)
@@ -160,7 +163,7 @@ class Order:
         _, overlapped = self._left.pop(name)
         self._behind.pop(name, None)
         self._recorded.discard(name)
-        if (heap := self._heaps[overlapped])[0][1] == name:  # else it is passed over later
+        if (heap := self._heaps[overlapped])[0][1] == name:  # otherwise `_first` drops the entry later
             heappop(heap)
         if self._pausing:
             return
@@ -171,7 +174,7 @@ class Order:
             self._go_on()
 
     def ended(self) -> None:
-        """A step that was cancelled has: what waited for it, such as a TaskGroup, goes on now."""
+        """A cancelled step has ended: code that waited for it, such as a TaskGroup, goes on now."""
         self._turns = TURNS
         if self._resting is not None:
             self._resting.cancel()
@@ -183,7 +186,7 @@ class Order:
             self._turns -= 1
             self._loop.call_soon(self._pause)
         elif not self._closed and self.ending():
-            self._resting = self._loop.call_later(_LOOK, self._pause)  # a wait's own timeout withdraws it
+            self._resting = self._loop.call_later(_LOOK, self._pause)  # a wait's own timeout withdraws its cancellation
         else:
             self._pausing = False
             self._go_on()
@@ -195,7 +198,7 @@ class Order:
             self.replayed()
 
     def _give(self) -> None:
-        """Give out the first of those that are waited for, if it is its turn."""
+        """Let the first waiting step go on, if it is its turn."""
         while self._queue and self._queue[0][1] not in self._waiting:
             heappop(self._queue)
         if self._queue and not self._pausing:

@@ -1,8 +1,8 @@
-"""What a step's function is declared to return, how that is stored, and how what is recorded is read.
+"""The outputs of steps: their declared types, how they are stored, and how recorded ones are read.
 
-An output is decoded as soon as it is encoded, before it is committed (L14). So the run that made it continues with the
-value that a resume will get, and a value that a resume could not read fails at once. The recorded ones are read when
-they are asked for, and not all at once (L55).
+An output is decoded right after it is encoded, before it is committed (L14). So the run that made it continues with the
+value that a resume will get, and a value that a resume could not read fails at once. Recorded outputs are read when
+they are requested, not all at once (L55).
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.rules.values import StepRow
 from idemconsumer.stores.leases import PostgresLeases
 
-WINDOW: Final = 4 << 20  # bytes of outputs in memory that nobody has asked for yet, beside the largest one
-_AT_ONCE: Final = WINDOW // 2  # bytes, so that two branches in different places do not drive each other's out
+WINDOW: Final = 4 << 20  # bytes of outputs in memory that have not been requested yet, beside the largest one
+_AT_ONCE: Final = WINDOW // 2  # bytes per read, so that two branches do not evict each other's outputs
 _OCTETS: Final = "application/octet-stream"
 _AWAITABLE: Final = re.compile(r"\b(Awaitable|Coroutine|Future|Task|Any)\b")
 
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """`exact`: a type with values that always read back as they were; `octets`: bytes are stored as they are."""
+    """How outputs are stored. `exact`: a type whose values read back unchanged; `octets`: bytes are stored as they
+    are."""
 
     kind: Any
     exact: type | None
@@ -42,14 +43,14 @@ class _Output:
 
 
 def check(fn: Callable[..., Any]) -> None:
-    """Raises TypeError if an output could not be read by the return annotation, so far as that tells. It is called
-    before the function has its effect (R40)."""
+    """Raises TypeError if the return annotation shows that an output could not be read back. Called before the function
+    has its effect (R40)."""
     _output(fn)
 
 
 def plain(fn: Any) -> str | None:
     """The name of a function that has its effect as soon as it is called: a `def` that neither wraps an async function
-    nor is annotated to return something to await. Of a lambda nothing is known."""
+    nor is annotated to return an awaitable. None for other functions, and for lambdas, which do not show it."""
     function = function_of(fn)
     if function is None or function.__code__.co_flags & inspect.CO_COROUTINE or inspect.iscoroutinefunction(fn):
         return None
@@ -62,15 +63,15 @@ def plain(fn: Any) -> str | None:
 
 
 def encode(fn: Callable[..., Any], value: object) -> tuple[StoredResult | None, Any]:
-    """What is stored for an output, and the value that a resume will get. Raises TypeError for a value that cannot be
-    stored, or could not be read again."""
-    stored = codecs.encode(value, compared=False)  # both runs get what the annotation makes of it
+    """The stored form of an output, and the value that a resume will get. Raises TypeError for a value that cannot be
+    stored, or could not be read back."""
+    stored = codecs.encode(value, compared=False)  # both runs get the value as the annotation decodes it
     if stored is None or type(value) is _output(fn).exact:
         return stored, value
     try:
         return stored, decode(fn, stored)
     except BadMessage as error:
-        with suppress(Exception):  # it may be of a subclass of what is annotated, with fields that are forbidden there
+        with suppress(Exception):  # it may be of a subclass, with fields that the annotated type forbids
             if models.validates(kind := _output(fn).kind):
                 return (again := StoredResult(models.write_as(kind, value))), decode(fn, again)
         raise TypeError(
@@ -80,7 +81,7 @@ def encode(fn: Callable[..., Any], value: object) -> tuple[StoredResult | None, 
 
 
 def decode(fn: Callable[..., Any], stored: StoredResult | None) -> Any:
-    """Raises BadMessage and TypeError."""
+    """The value of a stored output. Raises BadMessage and TypeError."""
     if stored is None:
         return None
     output, octets = _output(fn), stored.content_type == _OCTETS
@@ -93,7 +94,7 @@ def decode(fn: Callable[..., Any], stored: StoredResult | None) -> Any:
     return output.decode(stored.body)
 
 
-# By function, and only while it lives: one defined inside a handler is a new function each time.
+# By function, with weak references: a function defined inside a handler is a new one in each run.
 _known: WeakKeyDictionary[FunctionType, _Output] = WeakKeyDictionary()
 
 
@@ -108,7 +109,7 @@ def _output(fn: Callable[..., Any]) -> _Output:
 
 
 def function_of(fn: Any) -> FunctionType | None:
-    """The function that has the annotations: inside a partial, a method or a callable object."""
+    """The function that carries the annotations, inside a partial, a method or a callable object."""
     while not isinstance(fn, FunctionType):
         if isinstance(fn, partial):
             fn = fn.func
@@ -122,7 +123,7 @@ def function_of(fn: Any) -> FunctionType | None:
 
 
 def parameter(fn: Any, place: int) -> str:
-    """The name of a function's parameter in this place, counted from 0, for people."""
+    """The name of a function's parameter at this place, counted from 0, for error texts."""
     try:
         return f"`{list(inspect.signature(fn).parameters)[place]}`"
     except (ValueError, TypeError, IndexError):
@@ -130,8 +131,8 @@ def parameter(fn: Any, place: int) -> str:
 
 
 def resolved(function: FunctionType, annotation: object, *, extras: bool = False) -> Any:
-    """This annotation of the function, by the names of its module. Of one alone: those of other parameters may be meant
-    for type checkers only. Raises what `get_type_hints` raises."""
+    """One annotation of the function, resolved by the names of its module. The annotations of other parameters are not
+    resolved, since they may be meant for type checkers only. Raises what `get_type_hints` raises."""
     bare = SimpleNamespace(__annotations__={"it": annotation})
     names = getattr(inspect.unwrap(function), "__globals__", {})
     return get_type_hints(bare, names, include_extras=extras)["it"]
@@ -147,7 +148,7 @@ def _returns(function: FunctionType) -> Any:
         ) from None
     except (SyntaxError, TypeError, AttributeError) as error:
         raise TypeError(f"its return annotation cannot be resolved: {error}; annotate with a type") from None
-    if get_origin(annotation) in (Awaitable, Coroutine, Future, Task):  # a plain function that returns an awaitable
+    if get_origin(annotation) in (Awaitable, Coroutine, Future, Task):  # for a plain function that returns an awaitable
         return get_args(annotation)[-1]
     return annotation
 
@@ -172,14 +173,14 @@ _ANYTHING: Final = _Output(kind=Any, exact=None, octets=True, decode=codecs.deco
 
 
 class Outputs:
-    """Those of `rows`, which are asked for in about this order. What was read ahead is dropped, the oldest first, when
-    it is more than the window."""
+    """Reads the outputs of `rows`, which are requested in about this order. If the outputs read ahead exceed the
+    window, the oldest are dropped."""
 
     def __init__(self, store: PostgresLeases, key: bytes, rows: Sequence[StepRow]) -> None:
         self._store = store
         self._key = key
         left = [row for row in rows if row.left]
-        self._left = {row.name: row.left for row in left}  # not given out yet
+        self._left = {row.name: row.left for row in left}  # outputs that have not been requested yet, and their sizes
         self._order = [row.name for row in left]
         self._place = {name: place for place, name in enumerate(self._order)}
         self._ahead: dict[str, StoredResult] = {}
@@ -187,10 +188,10 @@ class Outputs:
         self._reading = asyncio.Lock()
 
     async def of(self, row: StepRow) -> StoredResult | None:
-        """Each once. Raises the store's errors, and Fenced if there is none any more."""
+        """The output of a step, once for each step. Raises the store's errors, and Fenced if it has been pruned."""
         if not row.left:
             return row.output
-        async with self._reading:  # a branch may be reading what this one wants
+        async with self._reading:  # another branch may be reading this output already
             if row.name not in self._ahead:
                 await self._read(row.name)
             output = self._ahead.pop(row.name)
@@ -198,7 +199,7 @@ class Outputs:
             return output
 
     async def _read(self, name: str) -> None:
-        """This one, and those that follow it as far as they fit."""
+        """Read this output, and those that follow it as far as they fit."""
         names, size = [name], self._left[name]
         for place in range(self._place[name] + 1, len(self._order)):
             following = self._order[place]

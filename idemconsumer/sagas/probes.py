@@ -1,4 +1,5 @@
-"""Turns of sagas at functions that fail in one saga after the other (D17): see `engine.failing`."""
+"""Probing of functions that fail in one saga after another (D17): which saga calls one, and when. See
+`engine.failing`."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ from idemconsumer.rules.verdicts import refused
 from idemconsumer.stores.leased_saga import LeasedSaga
 
 _LOOK: Final = 0.02  # seconds
-_SOON: Final = 0.5  # seconds that a saga waits for its turn in its lane if it has failed, or others of its tenant
-_PATIENCE: Final = 3.0  # the same of any other one: the good ones may be behind many that always fail
-_LONGEST: Final = 30.0  # seconds that a saga waits for a function that may work again at any time
+_SOON: Final = 0.5  # seconds that a saga waits for its turn in its lane, if it or another saga of its tenant has failed
+_PATIENCE: Final = 3.0  # the same for any other saga: good sagas may be queued behind many that always fail
+_LONGEST: Final = 30.0  # seconds, the longest pause of a saga for a function that may work again at any time
 
 
 class NotCalled(OfTheEngine):
-    """The function is not called: another saga tries it, or it has just failed. This one is to ask in `seconds`."""
+    """The function is not called: another saga tries it, or it has just failed. This saga may ask again in
+    `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"held for {seconds:.1f} s")
@@ -32,15 +34,15 @@ class NotCalled(OfTheEngine):
 
 @dataclass(slots=True)
 class _Turns:
-    """Of one function. `taken`: since when a saga has called it, if one does. `again`: when one that has failed may.
-    `slot`: when the last one that waits is to ask."""
+    """The turns at one function. `taken`: when the saga that calls it now began, if one does. `again`: when a saga that
+    has failed may call it again. `slot`: when the last waiting saga may ask."""
 
     taken: float = -math.inf
     again: float = 0.0
     slot: float = 0.0
 
     def take(self, now: float, *, again: bool) -> Callable[[], None]:
-        """Returns what is to be called at its end. Of those that have failed another one may come only then."""
+        """Returns a function to call at the turn's end. Until then no other saga that has failed gets a turn."""
         self.taken = now
         if again:
             self.again = math.inf
@@ -55,7 +57,7 @@ class _Turns:
 
 
 class _Trying:
-    """See `Probes.trying`. One for each call of each saga, so no generator."""
+    """See `Probes.trying`. Created for each call of each saga, so it is a class and not a generator."""
 
     __slots__ = ("_end", "_fail_on", "_fn", "_probes", "_saga")
 
@@ -78,29 +80,29 @@ class _Trying:
 
 
 class Probes:
-    """Of all functions that sagas call."""
+    """The probing of all functions that sagas call."""
 
     def __init__(self, failing: Failing) -> None:
         self._failing = failing
         self._turns: dict[Subject, _Turns] = {}
 
     def trying(self, fn: Function, saga: LeasedSaga, fail_on: tuple[type[Exception], ...] = ()) -> _Trying:
-        """Around a call of a step's function, or of its undo. Raises NotCalled where another saga has to come first."""
+        """A context around a call of a step's function or undo. Raises NotCalled if another saga must come first."""
         return _Trying(self, fn, saga, fail_on)
 
     @property
     def any(self) -> bool:
-        """Whether something has failed that has not ended."""
+        """Whether any function has failed and not ended since."""
         return self._failing.any
 
     def works(self, fn: Function, saga: LeasedSaga) -> None:
-        """It has ended, or decided."""
+        """The function has returned, or rejected the message."""
         self._failing.succeeded(Subject.function(fn), [saga.key], [tenant_of(saga.scope)])
 
     async def turn(self, fn: Function, saga: LeasedSaga) -> Callable[[], None] | None:
-        """Take a turn, to be ended by what this returns; None where the function works, or works again. A saga that has
-        not failed waits for it here, so that it is known within seconds whether it works; one that has failed is let in
-        now and then. A call that hangs keeps nobody waiting who has not failed."""
+        """Take a turn, which ends when the caller calls what this returns; None if the function works, or works again.
+        A saga that has not failed waits here for its turn, so that it is known within seconds whether it works; a saga
+        that has failed gets a turn now and then. A call that hangs does not block sagas that have not failed."""
         its = Subject.function(fn)
         if not self._failing.of(its).probing:
             return None
@@ -118,7 +120,7 @@ class Probes:
         return None
 
     def seconds(self, fn: Function) -> float:
-        """Until the saga that asks is to try it again: behind those that have asked before."""
+        """The seconds until the asking saga may try again: after those that asked before."""
         return self._seconds(Subject.function(fn))
 
     def _seconds(self, its: Subject) -> float:
@@ -127,6 +129,6 @@ class Probes:
         return turns.slot - now
 
     def failed(self, fn: Function, saga: LeasedSaga, error: BaseException, *, first: bool) -> bool:
-        """Whether this failure costs no attempt. `first`: as far as the saga's attempts tell."""
+        """Record a failure. Returns whether it costs no attempt. `first`: as far as the saga's attempts tell."""
         its, tenant = Subject.function(fn), tenant_of(saga.scope)
         return self._failing.failed(its, saga.key, error, first=first, tenant=tenant, handler=saga.handler)

@@ -3,9 +3,9 @@
 Steps are identified by their names. On a resume the handler runs from its start; a recorded step returns its stored
 output without running. An error inside a step, other than a Reject, *interrupts* the run: a flag is set that no
 `except`, `gather`, `wait` or `timeout` of user code can clear, and each later operation raises again (L4). Nothing new
-begins before the replay is over (L24), nor once the handler has ended (L26). A run may be completed or rejected only
-without an interruption, when all that is recorded was asked for (L6, L25), nothing is in flight, and each call has a
-known outcome (L4).
+begins before the replay is over (L24), or after the handler has ended (L26). A run may be completed or rejected only
+without an interruption, when all recorded steps have been requested (L6, L25), nothing is in flight, and each call has
+a known outcome (L4).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from idemconsumer.user_code.cancellation import CancellationWatch, LateCancellat
 
 _NOTHING: Final = object()
 
-# The run and the step whose function runs in this task, or in the one that created it.
+# The run and the step whose function runs in this task, or in a task that created this one.
 _inside: Final[ContextVar[tuple[object, str] | None]] = ContextVar("inside a step", default=None)
 
 
@@ -40,7 +40,7 @@ class SagaInterrupted(OfTheEngine):
 
 
 class _TooLate(SagaInterrupted):
-    """The handler has ended, so nothing begins. That alone interrupts no run: it may have been rejected."""
+    """The handler has ended, so nothing begins. That alone does not interrupt the run: it may have rejected."""
 
 
 class Replayed(Exception):
@@ -48,30 +48,30 @@ class Replayed(Exception):
 
 
 class SagaRun:
-    """Answers what the handler requests by its `UsersSaga`, and is closed by the engine."""
+    """Answers the requests of the handler's `UsersSaga`. The engine closes it."""
 
     def __init__(
         self, steps: Steps, phase: State, compared: Comparison, finished: Callable[[], None], *, timeout: float
     ) -> None:
-        """`phase`: UNDOING if nothing new is to be run. `finished` is called whenever a step has. `timeout`: the
-        handler's, in seconds; a step waits as long for what the handler's other branches ask for."""
+        """`phase`: UNDOING if nothing new may run. `finished` is called whenever a step has finished. `timeout`: the
+        handler's, in seconds; a step waits as long for requests of the handler's other branches."""
         self.steps = steps
         self._phase = phase
         self._finished = finished
         self.compared = compared
         self.recovery_point = replay.recovery_point(compared.rows.values())
-        self.longest = timeout  # seconds that a step of this run may take, of those asked for (L45)
+        self.longest = timeout  # seconds that a requested step of this run may take (L45)
         self.progressed = False  # a step has finished in this run
         self.interruption: BaseException | None = None
-        self.refused = False  # its handler was, before anything had interrupted the run
+        self.refused = False  # the handler has rejected, before anything interrupted the run
         self.activity = Activity(steps.saga.handler, timeout, self.interrupt)
-        self._calls: dict[str, StepSpec] = {}  # asked for, begun or not
-        self._watches: dict[StepSpec, CancellationWatch] = {}  # of the steps that were requested and have not ended
+        self._calls: dict[str, StepSpec] = {}  # requested calls, begun or not
+        self._watches: dict[StepSpec, CancellationWatch] = {}  # of the requested steps that have not ended
         self._late = LateCancellations()
-        self._refusals = False  # one has been given out
-        self._ended = False  # the handler has, so that nothing new begins
+        self._refusals = False  # a refusal of a step has been raised in the handler
+        self._ended = False  # the handler has ended, so nothing new begins
         self._over = False
-        self._from: tuple[BaseException, str] | None = None  # an error, and the step that it came from
+        self._from: tuple[BaseException, str] | None = None  # an error, and the step that raised it
         self._order = steps.order
         self._order.ending = self._ending
         self._order.replayed = self.activity.wake.set
@@ -86,12 +86,12 @@ class SagaRun:
 
     # -------------------------------------------------------------------------------------------------------- requests
     def request(self, spec: StepSpec) -> Coroutine[Any, Any, Any]:
-        """What the handler awaits. Recorded when it is asked for, not when it begins: its task may be dropped before it
-        first runs."""
+        """The coroutine that the handler awaits. The request is recorded now and not when the coroutine first runs: its
+        task may be dropped before."""
         name: object = spec.name
         if spec.kind is StepKind.CALL:
             self.longest = max(self.longest, spec.limits.timeout or 0.0)
-            if isinstance(name, str):  # anything else is refused when it begins
+            if isinstance(name, str):  # any other type is refused when the step begins
                 self._calls[name] = spec
         self.activity.unfinished.append(spec.name)
         return self._ask(spec)
@@ -131,7 +131,7 @@ class SagaRun:
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             from_outside = cancelled and outside.requested
-            if from_outside and self._refusals and name not in self.compared.open:  # so it is in each replay (L75)
+            if from_outside and self._refusals and name not in self.compared.open:  # as in each replay (L75)
                 self.activity.unfinished.remove(name)
                 raise
             cause = error
@@ -150,8 +150,8 @@ class SagaRun:
             self.activity.step_ends()
 
     async def _outcome(self, spec: StepSpec, outside: CancellationWatch) -> Any:
-        """What a step gets, in its turn. Once it has finished, a cancellation waits for that: each run is given what is
-        recorded, whatever else it sees (L75)."""
+        """The output of a step, in its turn. Once the step has finished, a cancellation is delayed until its output is
+        handed out: every run gets the recorded outputs, whatever else it sees (L75)."""
         row, output, refused = spec.row(self.compared.rows), _NOTHING, None
         if outside.requested and (row is None or row.position is None):
             raise asyncio.CancelledError(f"step {spec.name!r} has not begun")
@@ -175,7 +175,7 @@ class SagaRun:
         return output
 
     async def _finished_row(self, spec: StepSpec, row: StepRow | None) -> StepRow | None:
-        """What is recorded of a step that was cancelled, if it has finished all the same."""
+        """The record of a cancelled step, if it has finished all the same."""
         if row is not None and row.position is not None:
             return row
         unanswered = [each for each in spec.parts if self._order.unanswered(each.name)]
@@ -196,21 +196,21 @@ class SagaRun:
         return row
 
     def _ending(self) -> bool:
-        """Whether a step that was cancelled has not come to its end, and none waits for its turn."""
+        """Whether a cancelled step is still running: it has not ended, and is not waiting for its turn."""
         cancelled = [spec for spec, outside in self._watches.items() if outside.requested]
         return any(not self._order.finished(spec.recorded_as) for spec in cancelled)
 
     async def _turn(self, spec: StepSpec, last: Callable[[], Awaitable[None]] | None) -> None:
-        """Until all that finished before this step has been given out (L72)."""
+        """Wait until all steps that finished before this one have been handed out (L72)."""
         name = spec.recorded_as
         missing = await self._order.turn(name, last)
         if missing is not None and missing not in self.compared.asked and self._phase is State.PROCESSING:
             raise SagaChanged(f"step {missing!r} finished before {name!r}, and the handler no longer requests it")
 
     async def _calls_in_flight(self) -> None:
-        """A refusal is about to be raised, and a TaskGroup would cut off these calls, in each run again (L75)."""
+        """Wait for calls that a TaskGroup would cut off at the coming refusal, in each run again (L75)."""
         for _ in range(TURNS):
-            if self.compared.unasked.calls:  # of a task within a task, which has yet to begin
+            if self.compared.unasked.calls:  # of a task within a task, which may not have begun yet
                 await asyncio.sleep(0)
         await self.activity.end_of_flight(self.compared.rows)
 
@@ -222,7 +222,7 @@ class SagaRun:
         if row is None and is_patch(spec):
             return await self._decide(spec)
         if answer is StepAnswer.RUN:
-            if not self.activity.in_branch:  # a branch's steps have no fixed place
+            if not self.activity.in_branch:  # the steps of a branch have no fixed place
                 self.compared.check_nothing_passed_over(at_end=False)
             if (row is None or row.waits) and self._replaying:
                 await self._end_of_replay(spec.name, group)
@@ -239,14 +239,14 @@ class SagaRun:
         if answer is StepAnswer.REJECTION:
             if group is None:
                 await self.await_other_branches(row)
-            else:  # it asks for what else it has first
+            else:  # the group requests its other recorded steps first
                 group.rejected(row)
             raise spec.rejection(await self.steps.recorded.of(row))
         return spec.decode(await self.steps.recorded.of(row))
 
     async def _decide(self, spec: StepSpec) -> bool:
-        """A saga that has been beyond this place goes on as it was begun (L30). While it is undone nothing is recorded:
-        then what is recorded no longer changes, and neither does the answer."""
+        """Decide a patch. A saga that has been beyond this place goes on as it was begun (L30). During an undo nothing
+        is recorded: the records do not change any more, so the decision does not either."""
         new = not self.compared.unasked
         if self._phase is State.PROCESSING:
             if self._ended:
@@ -257,12 +257,12 @@ class SagaRun:
 
     @property
     def _replaying(self) -> bool:
-        """Whether something that is recorded has not been requested, or given out."""
+        """Whether a recorded step has not been requested or not been handed out."""
         return not self.compared.accepted and (bool(self.compared.unasked) or self._order.replaying)
 
     async def _end_of_replay(self, name: str, group: Group | None) -> None:
-        """Nothing new begins before all that is recorded was requested, and given out: nothing of that depends on it,
-        and what cut it off in an earlier run does so again (L24)."""
+        """Wait for the end of the replay. Nothing new begins before all recorded steps have been requested and handed
+        out: they cannot depend on it, and what cut it off in an earlier run does so again (L24)."""
 
         def going() -> bool:
             stopped = group is not None and group.stopped
@@ -281,15 +281,15 @@ class SagaRun:
             self.compared.check_nothing_passed_over(at_end=True)
 
     async def await_other_branches(self, row: StepRow | None) -> None:
-        """The step of `row` ends the replay. By then every step to undo must be asked for, but other branches may not
-        have got that far."""
+        """The step of `row` ends the replay. By then every step to undo must have been requested, but other branches
+        may not have got that far."""
         names = replay.asked_by_branches(self.compared.rows.values(), row, in_branch=self.activity.in_branch)
-        if self._phase is State.UNDOING:  # of a saga that is to be cancelled, these are learnt first (L50)
+        if self._phase is State.UNDOING:  # if it is to be cancelled, its open calls are resolved first (L50)
             names |= self.compared.open
         await self._await_asked(names)
 
     async def end_replay(self, name: str | None) -> NoReturn:
-        """All branches of a `saga.all` have ended before this step, which has no record. None: before none."""
+        """All branches of a `saga.all` have ended before the step `name`, which has no record. None: before none."""
         if name is None:
             raise _TooLate("saga.all runs in a task that the handler has not awaited")
         await self.await_other_branches(None)
@@ -309,10 +309,10 @@ class SagaRun:
         for other in (*self.activity.in_flight, *self.activity.resting):
             self.compared.asked[other].overlapped = spec.overlapped = True
         if self.activity.in_branch:
-            spec.overlapped = True  # it could have come at another time
+            spec.overlapped = True  # it could have been requested at another time
 
     async def _wait(self, spec: WaitSpec) -> Any:
-        """Until it is over, or until the run ends here (L41)."""
+        """Wait until the wait is over, or until the run ends here (L41)."""
         self._place(spec)
         group = group_of(self)
         names = {each.name for each in spec.parts}
@@ -349,13 +349,13 @@ class SagaRun:
             return await self.steps.run(spec, row)
         finally:
             _inside.reset(inside)
-            if spec.finished:  # also if it was refused, or cut off after its commit
+            if spec.finished:  # also after a refusal, or after a cancellation that came after the commit
                 self.compared.open.discard(spec.name)
                 self._finish(spec.name)
 
     # ------------------------------------------------------------------------------------------------ the engine
     async def main(self, handler: Callable[[], Awaitable[object]]) -> object:
-        """Run the handler in this task. Steps asked for in it have a fixed order; other tasks are branches (L13), which
+        """Run the handler in this task. Steps requested in it have a fixed order; other tasks are branches (L13), which
         may reach their steps in any order."""
         self.activity.begin()
         try:
@@ -365,9 +365,9 @@ class SagaRun:
             self.activity.look_again()
 
     async def settle(self, *, raised: bool = False) -> None:
-        """Close the run once the handler has ended. Steps that it left in flight are awaited, so that their outcome is
-        known (L75), and cancelled first if it `raised` an error. That it left steps, begun or not, interrupts the run,
-        unless it raised one, which says more. Steps asked for from now on are refused."""
+        """Close the run once the handler has ended. Steps left in flight are awaited, so that their outcome is known
+        (L75); if the handler `raised` an error, they are cancelled first. If the handler left steps unfinished, begun
+        or not, without an error, the run is interrupted; otherwise its error says more. Later requests are refused."""
         if self.activity.in_flight:
             if not raised:
                 names = ", ".join(map(repr, self.activity.in_flight))
@@ -384,15 +384,15 @@ class SagaRun:
         self.activity.close()
 
     async def siblings(self) -> None:
-        """The handler is refused: let the steps still in flight finish (L7). None begins any more (L26), but
-        recorded ones are still asked for, and with them their undos (L25)."""
+        """The handler has rejected: let the steps in flight finish (L7). No step begins any more (L26), but recorded
+        steps are still requested, and with them their undos (L25)."""
         self.refused = self.interruption is None
         await self.activity.end_of_flight()
         await self._await_asked(replay.asked_by_branches(self.compared.rows.values(), None, in_branch=False))
 
     async def resolve(self, rows: Sequence[StepRow]) -> None:
-        """A rejection cut off calls beside it. Learn how each ended: from its reconcile, or by the same call with the
-        same key (L4). Raises UnknownEffect when neither can tell, or what the call raises."""
+        """A rejection cut off other calls. Determine how each ended: from its reconcile, or by the same call with the
+        same key (L4). Raises UnknownEffect if neither can tell, or what the call raises."""
         self.compared.rows = {row.name: row for row in rows}
         for name in unknown_calls(rows):
             if (spec := self._calls.get(name)) is None:
@@ -400,19 +400,19 @@ class SagaRun:
             self.compared.compare(spec)
             try:
                 await self._run(spec, self.compared.rows[name])
-            except Reject:  # recorded, so that it is known
+            except Reject:  # the refusal is recorded, so the outcome is known
                 continue
             except Exception as error:
                 self._from = error, name
                 raise
 
     def spec_of(self, error: BaseException) -> StepSpec | None:
-        """The step that `error` came from, if it came from one."""
+        """The step that raised `error`, if a step did."""
         name: object = self._from[1] if self._from is not None and self._from[0] is error else None
-        return self.compared.asked.get(name) if isinstance(name, str) else None  # anything else was refused as a name
+        return self.compared.asked.get(name) if isinstance(name, str) else None  # any other type was refused as a name
 
     def step_of(self, error: BaseException) -> str | None:
-        """The name of that step, unless the text of the error already says so."""
+        """The name of that step, unless the text of the error already has it."""
         spec = None if isinstance(error, SagaMisused | SagaParked) else self.spec_of(error)
         return None if spec is None else spec.name
 

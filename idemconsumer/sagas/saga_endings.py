@@ -1,4 +1,4 @@
-"""How an attempt of a saga ends: with a result, with another attempt, or put aside for a person.
+"""How an attempt of a saga ends: with a result, with another attempt, or parked for a person.
 
 Each ending is one fenced commit of the store, and returns the outcome for the worker.
 """
@@ -40,7 +40,7 @@ from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.user_code.call import call_in_transaction
 from idemconsumer.user_code.cancellation import run_isolated, run_mortal
 
-_UNTIL_OTHERS: Final = 5.0  # seconds; then any worker may take it
+_UNTIL_OTHERS: Final = 5.0  # seconds reserved for workers of other builds; then any worker may take the saga
 
 
 class SagaEndings:
@@ -66,7 +66,7 @@ class SagaEndings:
 
     @property
     def saga(self) -> LeasedSaga:
-        """As it is held now."""
+        """The saga as it is held now."""
         assert self._held.leased is not None
         return self._held.leased
 
@@ -75,14 +75,14 @@ class SagaEndings:
         self._held.leased = saga
 
     def left(self) -> float | None:
-        """For how many seconds it may go on (L58). None: for any time, or how it ends is decided already."""
+        """For how many seconds the saga may go on (L58). None: without limit, or because its end is decided already."""
         saga, most = self.saga, self._handler.options.max_duration
         if saga.state is not State.PROCESSING or saga.cancel is not None:
             return None
         return overdue_in(now=time.monotonic(), begun=saga.begun, max_duration=most)
 
     async def finish(self, state: State, result: StoredResult | None) -> Outcome:
-        """COMPLETED or FAILED, with what is stored for duplicates."""
+        """End as COMPLETED or FAILED, with the result that is stored for duplicates."""
         saga = self.saga
         self.at(Point.SEALING)
         await self.leases.complete(saga, state, result)
@@ -109,14 +109,15 @@ class SagaEndings:
         progressed: bool = False,
         overdue: bool = False,
     ) -> Outcome | None:
-        """Another attempt, if one may follow. `spec`: the step that failed, or with `undoing` its undo. `progressed`:
-        another one was finished, or undone, before it in this attempt."""
+        """Release the saga for another attempt, if one may follow; None otherwise. `spec`: the step that failed, or
+        with `undoing` the step whose undo failed. `progressed`: another step was finished, or undone, before it in this
+        attempt."""
         saga, own, options = self.saga, NONE if spec is None else spec.limits, self._handler.options
         allowed = attempts_of_undo if undoing else attempts_of_step
         most = allowed(own.max_attempts, options.max_attempts)
         if spec is not None and (fn := spec.undo if undoing else spec.fn) is not None:
             free = self.probes.failed(fn, saga, error, first=progressed or saga.attempt == 1)
-            if free and most > 1 and not saga.suspect:  # it fails as it does in all sagas (D17)
+            if free and most > 1 and not saga.suspect:  # it fails in all sagas (D17)
                 return await self.release(self.probes.seconds(fn), text, error, held=True)
         if not may_try_again(attempt=saga.attempt, max_attempts=most, progressed=progressed):
             return None
@@ -133,20 +134,20 @@ class SagaEndings:
         backoff: Backoff | None = None,
         overdue: bool = False,
     ) -> Outcome:
-        """Another attempt after the backoff for this many `failures`, or the delay of a Retry. `backoff`: of the step
-        that failed, if it has one of its own. The others are those of `release`."""
+        """Another attempt, after the backoff for this many `failures`, or after the delay of a Retry. `backoff`: that
+        of the failed step, if it has its own. The other arguments are those of `release`."""
         return await self.release(self._delay(error, failures, backoff), text, error, count=count, overdue=overdue)
 
     def _delay(self, error: BaseException, failures: int, backoff: Backoff | None = None) -> float:
         delay = (backoff or self._handler.options.backoff).delay(failures, self.chance())
         if isinstance(error, Retry) and error.after is not None:
             delay = retry_delay(error.after, self._handler.name)
-        if self._handler.options.settle == "finished":  # its delivery is held meanwhile
+        if self._handler.options.settle == "finished":  # its delivery stays unsettled meanwhile
             delay = min(delay, MAX_UNSETTLED)
         return delay
 
     async def unread(self) -> Outcome | None:
-        """Its end for now, if its message is not to be read now: another attempt at no cost (D26)."""
+        """If the message cannot be read now, release the saga for another attempt at no cost (D26); else None."""
         refusal = self._work.refusal
         if self._work.call is not None and self._handler.decodes:
             try:
@@ -170,9 +171,9 @@ class SagaEndings:
         held: bool = False,
         overdue: bool = False,
     ) -> Outcome:
-        """Another attempt, on any worker, in `delay` seconds; this one is not counted unless with `count`. `text` goes
-        into the saga's history. `held`: a function fails in all sagas (D17), or the message is not to be read (D26).
-        `overdue`: it has taken as long as it may already."""
+        """Another attempt, on any worker, in `delay` seconds. This attempt counts only with `count`. `text` goes into
+        the saga's history. `held`: a function fails in all sagas (D17), or the message cannot be read now (D26).
+        `overdue`: the saga has already reached its `max_duration`."""
         saga, left = self.saga, None if overdue else self.left()
         delay = delay if left is None else min(delay, left)
         await self.leases.release(saga, delay, text, count=count, held=held)
@@ -181,8 +182,8 @@ class SagaEndings:
         return Outcome(OutcomeKind.RETRYING, state=saga.state, due=delay, attempt=saga.attempt, error=kind)
 
     async def leave(self, error: BaseException) -> Outcome | None:
-        """A worker of another build may know what is recorded and this one does not: it goes on, at no cost (L29). None
-        if there is no such worker."""
+        """Leave the saga to a worker of another build, at no cost: such a worker may know recorded steps that this one
+        does not (L29). None if there is no such worker."""
         due = await self.leases.leave(self._handler.app, self.saga, describe(error), _UNTIL_OTHERS)
         if due is None:
             return None
@@ -192,8 +193,8 @@ class SagaEndings:
         return Outcome(kind, state=saga.state, due=due, attempt=saga.attempt, error=type(error).__name__)
 
     async def pause(self, waits: Sequence[str]) -> Outcome:
-        """Nothing is left of this run but waits: any worker may take the saga when one of them is over (L41), or when
-        it has taken as long as it may."""
+        """Only waits are left of this run: any worker may take the saga when one of them is over (L41), or when the
+        saga reaches its `max_duration`."""
         self.at(SagaPoint.PAUSING)
         return self._paused(await self.leases.pause(self.saga, waits, self.left()))
 
@@ -209,8 +210,8 @@ class SagaEndings:
 
     # ---------------------------------------------------------------------------- after a lost worker (L8), or too long
     async def reconciled(self, call: Call, functions: StepFunctions, reason: str, why: str) -> Outcome | None:
-        """Its end, if the handler's `reconcile` says that it is done. None: it is not. If that cannot tell, a person is
-        to, for this reason."""
+        """End the saga if the handler's `reconcile` reports that it is done. None: it is not done. If `reconcile`
+        cannot tell, the saga is parked for this `reason`."""
         try:
             answer = await self._complete_if_done(call, functions)
         except Exception as error:
@@ -227,8 +228,8 @@ class SagaEndings:
     async def _complete_if_done(
         self, call: Call, functions: StepFunctions
     ) -> Done[StoredResult | None] | NotDone | Unknown:
-        """COMPLETED with the result that `reconcile` has answered. Asked in the transaction that completes the saga
-        (L16), so that no other worker can continue it meanwhile."""
+        """Complete the saga with the result that `reconcile` returns. `reconcile` runs in the transaction that
+        completes the saga (L16), so that no other worker can continue it meanwhile."""
         saga, reconcile = self.saga, self._handler.reconcile
         async with self.leases.completion(saga) as opened:
 
@@ -252,16 +253,16 @@ class SagaEndings:
             return Done(result)
 
     async def unanswered(self, error: Exception, reason: str) -> Outcome:
-        """`reconcile` failed, so it is not known yet whether the saga is done."""
+        """`reconcile` failed, so it is not known yet whether the saga is done: another attempt, or park the saga."""
         text = describe_in("reconcile", error)
         self.warn("reconcile failed", error)
         again = await self.try_again(error, text, overdue=reason == MAX_DURATION)
         return again or await self.put_aside(reason, text, error)
 
-    # ------------------------------------------------------------------------------------------------------- a person's
+    # ---------------------------------------------------------------------------------------------------- for a person
     async def put_aside(self, reason: str, text: str, error: BaseException | None = None) -> Outcome:
-        """Leave the saga to a person: it is never completed, undone or run again automatically. `text` says why;
-        `error` is the exception that it describes, if there is one."""
+        """Park the saga for a person: it is never completed, undone or run again automatically. `text` gives the
+        reason; `error` is the exception that it describes, if there is one."""
         saga = self.saga
         traceback = None if error is None else traceback_text(error)
         self.at(Point.DEAD_LETTERING)
@@ -276,10 +277,10 @@ class SagaEndings:
         self._telling.failed(event, self._work, self.saga.attempt, error, kind, **its)
 
     def rejected(self, error: BaseException) -> None:
-        """How it ends is committed."""
+        """Report a rejection, which is committed."""
         self._telling.rejected(self._work, self.saga.attempt, error)
 
 
 def describe_in(place: str | None, error: BaseException) -> str:
-    """An error for the saga's history, with the `place` that it came from, if one is given."""
+    """An error for the saga's history, with the `place` where it occurred, if one is given."""
     return describe(error) if place is None else f"{place}: {describe(error)}"

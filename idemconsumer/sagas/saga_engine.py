@@ -1,8 +1,8 @@
 """Sagas: leased mode, from the claim to the end of an attempt.
 
-The claim commits first, with the message, so that any worker can continue the saga. This file owns the sagas that the
-process holds: it claims them, takes them over, answers an unknown COMMIT with a new token, and gives them up at a drain
-or when the lease is lost. `attempt` decides what happens to a saga that is held.
+The claim commits first, with the message, so that any worker can continue the saga. This module owns the sagas that the
+process holds: it claims them, takes them over, resolves an unknown COMMIT with a new token, and releases them at a
+drain or when the lease is lost. `attempt` decides what happens to a saga that is held.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from idemconsumer.user_code.cancellation import CancellationWatch
 _STORED = (OutcomeKind.BUSY, OutcomeKind.RETRYING, OutcomeKind.FENCED, OutcomeKind.CANCELLED)
 _GAVE_WAY = Outcome(OutcomeKind.RETRYING)
 
-# What of this process has cancelled a run. Other: a message that has to be alone (L23), or a wish to cancel the saga.
+# Why this process has cancelled a run. Other: a message that must run alone (L23), or a request to cancel the saga.
 _By: TypeAlias = Literal["lost lease", "drain", "other"]
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call of `LeasedEngine.run`, whose arguments it has, in the task that runs it. `attempt`: the last that ran
-    its handler. `over`: none will any more, and its release must not be cancelled."""
+    """One call of `LeasedEngine.run`, with its arguments and the task that runs it. `attempt`: the last one that ran
+    the handler. `over`: no attempt will run any more, and the release must not be cancelled."""
 
     work: Work
     claimed: Callable[[], Awaitable[None]]
@@ -65,7 +65,7 @@ class _Call:
 
 
 class LeasedEngine:
-    """Owns every saga that this process holds. Raises StoreUnavailable when nothing could be decided."""
+    """Owns every saga that this process holds. Raises StoreUnavailable if nothing could be decided."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class LeasedEngine:
         lease: float = math.inf,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """`lease` is the worker's, in seconds."""
+        """`lease`: the worker's, in seconds."""
         self._engine = engine
         self._company = engine.company
         self._leases = leases
@@ -89,7 +89,7 @@ class LeasedEngine:
         self._active: dict[asyncio.Task[object], _Call] = {}
 
     def standing(self) -> float:
-        """For how many seconds no saga that runs has begun or ended anything; called by the lease's thread (L38)."""
+        """For how many seconds no running saga has begun or ended anything. Called by the lease's thread (L38)."""
         running = any(call.attempt is not None and "lost lease" not in call.cancelled_by for call in self._going)
         return time.monotonic() - self._moved if running else 0.0
 
@@ -99,12 +99,12 @@ class LeasedEngine:
 
     @property
     def runs_any(self) -> bool:
-        """Also one that was cancelled and is being released."""
+        """Whether any saga runs, including one that was cancelled and is being released."""
         return bool(self._active)
 
     def patience(self) -> float:
-        """For how many seconds a step of the sagas that run may do nothing, by what it says itself (L45); called by the
-        lease's thread. 0 if nothing runs."""
+        """For how many seconds a step of the running sagas may do nothing, by its own timeout (L45); 0 if nothing runs.
+        Called by the lease's thread."""
         attempts = [call.attempt for call in self._going]
         runs = [attempt.run for attempt in attempts if attempt is not None]
         return max((run.longest for run in runs if run is not None), default=0.0)
@@ -114,7 +114,7 @@ class LeasedEngine:
         self._tell(point, handler, (key,))
 
     def lose(self) -> None:
-        """The lease is lost: every saga is interrupted as fenced, in time before another worker may take it."""
+        """The lease is lost: every saga is interrupted as fenced, before another worker may take it."""
         for call in self._going:
             if call.attempt is not None and call.attempt.run is not None:
                 call.attempt.run.interrupt(Fenced("the lease of this worker was lost"))
@@ -126,12 +126,13 @@ class LeasedEngine:
             call.cancel("drain")
 
     def _give_way(self, task: asyncio.Task[object]) -> None:
-        """Release the saga of this run at once: another message has to be alone in this process (L23)."""
+        """Release the saga of this run at once: another message must run alone in this process (L23)."""
         if (call := self._active.get(task)) is not None and not call.over and "other" not in call.cancelled_by:
             call.cancel("other")
 
     def cancel(self, keys: Collection[bytes]) -> None:
-        """These sagas are to be cancelled (L50). Runs that do not know it give way, so that the next one does."""
+        """Cancellations of these sagas were requested (L50). Runs that do not know that are released; the next one
+        does."""
         for call in self._going:
             if call.attempt is not None and call.attempt.unaware_of_cancel(keys):
                 self._give_way(call.task)
@@ -141,10 +142,10 @@ class LeasedEngine:
     ) -> Outcome:
         """Claim the saga, or continue one that was taken over, and run this attempt to its end.
 
-        `claimed` is awaited as soon as our claim is committed (L1): the message may be settled then. When
-        StoreUnavailable is raised afterwards, `work` remembers the saga it holds, and may be presented again. With
-        `defer` a saga that has begun is not taken over here. `unfed`: no source of this process continues sagas that an
-        earlier call left behind, so this call does, also after it gave way to another message.
+        `claimed` is awaited as soon as our claim is committed (L1): then the message may be settled. If
+        StoreUnavailable is raised afterwards, `work` remembers the saga that it holds, and may be presented again. With
+        `defer`, a saga that has begun is not taken over here. `unfed`: no source of this process continues sagas that
+        an earlier call left behind, so this call does, and it also goes on after it was released for another message.
         """
         if work.call is not None:
             self._engine.endings.failing.succeeded(Subject.handler(work.handler), [work.identity])  # it is read (D25)
@@ -156,10 +157,10 @@ class LeasedEngine:
                     outcome = Outcome(OutcomeKind.RETRYING, state=None if work.leased is None else work.leased.state)
                     break
                 work.of_saga.leased, work.of_saga.in_doubt = None, False
-            if not work.of_saga.resumed:  # else it came from the store, and is no delivery
+            if not work.of_saga.resumed:  # otherwise it came from the store, and is not a delivery
                 if outcome.kind in _STORED and work.handler.options.settle == "finished":
                     work.of_saga.leased = None
-                    outcome = replace(outcome, state=None)  # L20: held until the saga ends
+                    outcome = replace(outcome, state=None)  # L20: the delivery stays unsettled until the saga ends
                 self._engine.deliveries.add([work], [outcome])
             processing.decided([outcome])
             return outcome
@@ -177,7 +178,7 @@ class LeasedEngine:
             except Fenced:
                 outcome = self._fenced(work)
             except (StoreUnavailable, Interrupted) as error:
-                work.of_saga.in_doubt = work.leased is not None  # L11
+                work.of_saga.in_doubt = work.leased is not None  # L11: the next call takes a new token first
                 if isinstance(error, StoreUnavailable):
                     raise
                 raise StoreUnavailable(f"not decided: {error}") from error
@@ -198,23 +199,23 @@ class LeasedEngine:
                 self._active.pop(call.task, None)
                 for _ in by:
                     call.task.uncancel()
-        if outcome is _GAVE_WAY and cancellation.requested:  # by others too
+        if outcome is _GAVE_WAY and cancellation.requested:  # cancelled from outside as well
             raise asyncio.CancelledError
         return outcome
 
     def _fenced(self, work: Work) -> Outcome:
         log.warning("fenced", **work.named)
-        # If it was cancelled before its claim was known, it may not be stored, and the broker must keep the message.
+        # If it was cancelled before the answer to its claim, it may not be stored: the broker must keep the message.
         return Outcome(OutcomeKind.FENCED, state=None if work.leased is None else State.PROCESSING)
 
     async def _release(self, work: Work) -> None:
         """Release the saga at once, without counting the attempt. If that fails, the lease expires."""
         if work.leased is not None:
-            # In a task of its own: the store gives no connection to one that is being cancelled.
+            # In a task of its own: the store gives no connection to a task that is being cancelled.
             await asyncio.gather(self._leases.release(work.leased, 0.0, None, count=False), return_exceptions=True)
 
     async def _in_company(self, call: _Call, company: AsyncExitStack) -> Outcome:
-        """Run it beside others, or, if it is a suspect, with nobody beside it until it gets on (L22, L23)."""
+        """Run the saga beside others. A suspect runs with no other beside it until it makes progress (L22, L23)."""
         work, saga, give_way = call.work, call.work.of_saga, partial(self._give_way, call.task)
         if saga.leased is None or not _runs_alone(work, saga.leased):
             stay = await company.enter_async_context(self._company.shared(give_way))
@@ -279,14 +280,15 @@ class LeasedEngine:
         return Outcome(OutcomeKind.BUSY) if found is Mark.BUSY else await self._engine.endings.replay(work, found)
 
     async def _unheld(self, work: Work) -> Sequence[tuple[bytes, int]]:
-        """This saga, if it is ours and no other call holds it or may be about to: each is among the calls first."""
+        """This saga, if it is ours and no other call holds or may claim it: a call is registered before it claims."""
         own = await self._leases.own(work.key)
         others = [call.work for call in self._active.values() if call.work is not work]
         return () if any(other.key == work.key for other in others) else own
 
     async def _attempt(self, call: _Call, saga: LeasedSaga, stay: Stay) -> Outcome | LeasedSaga:
-        """One run of the handler. When a COMMIT's answer was lost: the saga with a new token, to be run again. As it is
-        when a statement that was sent ahead has failed, which decides nothing (J27)."""
+        """One run of the handler. If the answer to a COMMIT was lost, returns the saga with a new token, to be run
+        again. If a pipelined statement has failed, which decides nothing (J27), returns the saga unchanged, to be run
+        again without pipelining."""
         work, engine, options = call.work, self._engine, call.work.handler.options
 
         def progressed() -> None:
@@ -306,7 +308,7 @@ class LeasedEngine:
 
         async def doubted(unknown: CommitUnknown) -> Outcome | LeasedSaga:
             log.warning("commit unknown, taking the saga over again", **work.named, error=str(unknown))
-            work.eager = True  # one of its statements may be what the connection was lost over
+            work.eager = True  # one of its pipelined statements may have broken the connection
             return await self._retake(work, work.leased or saga)
 
         self._moved = time.monotonic()
@@ -325,16 +327,16 @@ class LeasedEngine:
         """A new token for our saga, once all writes under the old one have ended; its outcome if it has ended."""
         retaken = await self._leases.retake(saga.key, saga.token)
         if retaken is not None:
-            # What was to follow from lost workers may have been dealt with already.
+            # Keep both flags: what a lost worker leads to may have been dealt with already.
             return replace(retaken, stale=saga.stale, suspect=saga.suspect)
         (record,) = await self._engine.peek([saga.key])
         if record is not None and judge(record, None) is not Verdict.BUSY:
-            if work.call is None:  # unreadable, so it can only have been put aside, by us or by a worker in between
+            if work.call is None:  # unreadable, so it can only have been parked, by us or by a worker in between
                 return Outcome(OutcomeKind.DEAD, state=record.state)
             return await self._engine.endings.replay(work, record)
         raise Fenced("the saga has another owner")
 
 
 def _runs_alone(work: Work, saga: LeasedSaga) -> bool:
-    """Not if its attempts are used up: then nothing of it runs."""
+    """Whether a suspect must run alone. Not if its attempts are used up: then nothing of it runs."""
     return saga.suspect and saga.attempt <= work.handler.options.max_attempts

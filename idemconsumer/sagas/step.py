@@ -1,6 +1,6 @@
-"""One step, as a run's handler asks for it: its name, its functions, its limits, its key, and how its output is stored.
+"""One step, as a run's handler requests it: its name, its functions, its limits, its key, and how its output is stored.
 
-A step in a transaction and a call have a function; what waits has none, but an end (L40).
+A step in a transaction and a call have a function; a wait has none, but an end (L40).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NULL: Final = StoredResult(b"null", "application/json")
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """What a `call` step's function is given; see `handlers.arguments.Step`."""
+    """The first argument of a `call` step's function; see `handlers.arguments.Step`."""
 
     key: uuid.UUID
     attempt: int
@@ -38,7 +38,7 @@ class StepCall:
 
 @dataclass(frozen=True, slots=True)
 class OwnLimits:
-    """A step's own, `timeout` in seconds (L45). None: as the handler says."""
+    """Limits of a single step, `timeout` in seconds (L45). None: the handler's limit applies."""
 
     timeout: float | None = None
     max_attempts: int | None = None
@@ -50,11 +50,11 @@ NONE: Final = OwnLimits()
 
 @dataclass(slots=True, eq=False)
 class StepSpec:
-    """A step as this run's handler asks for it, and how far this run has got with it.
+    """A step as this run's handler requests it, and how far this run has got with it.
 
-    `overlapped`: another step ran at the same time, or a task other than the handler's own asked for it, so that it has
+    `overlapped`: another step ran at the same time, or a task other than the handler's own requested it, so that it has
     no fixed place among the others. `finished`: this run has committed its output or its refusal. `arguments`: a digest
-    of them (L73).
+    of its arguments (L73).
     """
 
     name: str
@@ -72,16 +72,16 @@ class StepSpec:
 
     @property
     def parts(self) -> Sequence[StepSpec]:
-        """The steps that it requests."""
+        """The single steps that this request consists of."""
         return (self,)
 
     def row(self, rows: Mapping[str, StepRow]) -> StepRow | None:
-        """What is recorded of it."""
+        """The record of this step, if there is one."""
         return rows.get(self.name)
 
     @property
     def recorded_as(self) -> str:
-        """The name of the step that is recorded once it is over."""
+        """The name under which the step is recorded once it is over."""
         return self.name
 
     @property
@@ -89,7 +89,7 @@ class StepSpec:
         return self.undo is not None
 
     def check_name(self) -> None:
-        """Raises SagaMisused for a name that could not be stored or shown, or could be taken for an undo's."""
+        """Raises SagaMisused for a name that could not be stored or shown, or that is reserved, such as for undos."""
         name: object = self.name
         if not isinstance(name, str):
             raise SagaMisused(f'a step\'s name is {name!r}; write a string, such as saga.tx("ride_created", …)')
@@ -106,7 +106,7 @@ class StepSpec:
                 )
 
     def check_functions(self) -> None:
-        """Refuse, before any of them has an effect, functions that are not async, and an output that cannot be stored
+        """Refuse functions that are not async, and an output that cannot be stored, before any function has an effect
         (L69). Raises SagaMisused."""
         for function in (self.fn, self.undo, self.reconcile, self.reconcile_undo):
             if function is not None and (name := outputs.plain(function)) is not None:
@@ -119,27 +119,27 @@ class StepSpec:
             raise SagaMisused(f"step {self.name!r} returns what cannot be stored: {error}") from None
 
     def digest_arguments(self, opaque: Iterable[object]) -> None:
-        """Before anything can change them. `opaque`: what a handler may pass on that is no value."""
+        """Called before the arguments can change. `opaque`: objects that may be passed on and are not values."""
         self.arguments = None if self.args_may_differ else arguments.digest(self.args, opaque)
 
     def forget_arguments(self) -> None:
-        """It is finished. Only an undo is given them again, and they may be the outputs of others (L55)."""
+        """The step is finished. Only an undo needs its arguments, which may be large outputs of others (L55)."""
         if not self.has_undo:
             self.args = ()
 
     def encode(self, value: object) -> tuple[StoredResult | None, Any]:
-        """What is stored for an output, and the value that a resume will get. Raises SagaMisused."""
+        """The stored form of an output, and the value that a resume will get. Raises SagaMisused."""
         try:
             return outputs.encode(self.fn, value)
         except TypeError as error:
             raise SagaMisused(f"step {self.name!r}: {error}") from error
 
     def rejection(self, output: StoredResult | None) -> Reject:
-        """What a resume raises for a stored rejection."""
+        """The exception that a resume raises for a stored rejection."""
         return codecs.decode_rejection(output)
 
     def decode(self, output: StoredResult | None) -> Any:
-        """Raises SagaChanged."""
+        """The value of a stored output. Raises SagaChanged."""
         try:
             return outputs.decode(self.fn, output)
         except (BadMessage, TypeError) as error:
@@ -148,8 +148,8 @@ class StepSpec:
 
 @dataclass(slots=True, eq=False)
 class WaitSpec(StepSpec):
-    """A step that lasts until its end, `seconds` after it was first requested, or until a `signal` of this name, or
-    until the `child` under this stored key has ended."""
+    """A step that lasts until `seconds` after it was first requested, until a `signal` of this name, or until the end
+    of the `child` with this stored key."""
 
     seconds: float = 0.0
     signal: str | None = None
@@ -157,20 +157,20 @@ class WaitSpec(StepSpec):
 
     @property
     def parts(self) -> Sequence[WaitSpec]:
-        """What is waited for."""
+        """The single waits."""
         return (self,)
 
     def rejection(self, output: StoredResult | None) -> Reject:
         return SignalTimeout(self.signal or self.name)
 
     def decode(self, output: StoredResult | None) -> Any:
-        """A signal without a payload is null, which `into` may not allow."""
+        """The value of a signal. A signal without a payload is null, which `into` may not allow."""
         return StepSpec.decode(self, _NULL if output is None else output)
 
 
 @dataclass(slots=True, eq=False)
 class FirstSpec(WaitSpec):
-    """Lasts until the first of several waits is over (L74), which is `over`. It has the name of one of them."""
+    """Lasts until the first of several waits is over (L74), which then is `over`. It is named after one of them."""
 
     waits: Mapping[str, WaitSpec] = field(default_factory=dict)
     over: WaitSpec | None = None
@@ -202,7 +202,7 @@ class FirstSpec(WaitSpec):
 
 
 async def no_patch() -> bool:
-    """The function of the record of which way a saga goes at a patch (L30)."""
+    """Stands for the function in the record of a decision at a patch (L30)."""
     raise AssertionError("it is recorded, and never run")
 
 
@@ -211,5 +211,5 @@ def is_patch(spec: StepSpec) -> bool:
 
 
 def step_key(scope: str, key: bytes, name: str, *, undo: bool = False) -> uuid.UUID:
-    """The key that a remote is given: the same for every attempt of a step, a different one for its undo."""
+    """The key that the remote system gets: the same for every attempt of a step, and a different one for its undo."""
     return uuid.uuid5(_NAMESPACE, f"{len(scope)}:{scope}:{key.hex()}:{_UNDO if undo else ''}{name}")

@@ -1,9 +1,9 @@
 """Runs a step that has no recorded outcome, and undoes one that has: its function, and the commits around it.
 
 A `tx` step is one transaction with its checkpoint; a `call` step runs between an intent and its outcome. Both end with
-a fenced write to the store, and return the output as a resume will get it. The undo of each is made in the same way,
-under a key of its own. Each function is called by `StepFunctions.begin`, with the app's resources, and awaited within
-its time limit by `user_code.call`.
+a fenced write to the store, and return the output as a resume will get it. Undos work in the same way, under a key of
+their own. Each function is called by `StepFunctions.begin`, with the app's resources, and awaited within its timeout by
+`user_code.call`.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from idemconsumer.user_code.time_limit import TimeLimit
 At: TypeAlias = Callable[[Point | SagaPoint], None]
 _Parameters: TypeAlias = tuple[tuple[str, int | None, type], ...]  # name, position (None: keyword-only), type
 
-GRACE: Final = 5.0  # seconds for what a cancelled function has to tidy up
+GRACE: Final = 5.0  # seconds for a cancelled function to clean up
 _BACKWARDS: Final = "step and the step's output"
 _known: WeakKeyDictionary[FunctionType, _Parameters] = WeakKeyDictionary()
 
 
 def left_behind(function: object) -> None:
-    """User code that swallows its cancellation is not waited for any longer (L34)."""
+    """Log that user code swallowed its cancellation and is no longer awaited (L34)."""
     name = function if isinstance(function, str) else getattr(function, "__qualname__", type(function).__name__)
     log.error("function still runs after cancellation, abandoned; does it catch CancelledError?", function=name)
 
 
 @dataclass(frozen=True, slots=True)
 class StepFunctions:
-    """`timeout` and `lease` in seconds; the lease bounds what runs in a transaction (L5). `habits`: those of the steps
-    that are one; None: each of their statements is waited for (J26)."""
+    """Calls the functions of steps. `timeout` and `lease` are in seconds; the lease limits functions in a transaction
+    (L5). `habits`: the pipelining of steps in a transaction; None: every statement waits for its result (J26)."""
 
     resources: Mapping[type, object]
     timeout: float
@@ -64,26 +64,26 @@ class StepFunctions:
     tracing: Tracing = NO_TRACING
 
     def seconds(self, own: float | None = None) -> float:
-        """For how long a step's function may run. `own`: the step's `timeout`, if it has one (L45)."""
+        """For how long a step's function may run, in seconds. `own`: the step's `timeout`, if it has one (L45)."""
         return self.timeout if own is None else own
 
     def limit(self, own: float | None = None) -> TimeLimit:
-        """Outside any transaction."""
+        """The limit outside a transaction."""
         return TimeLimit(self.seconds(own))
 
     def limit_in_transaction(self, own: float | None = None) -> TimeLimit:
         return TimeLimit(self.seconds(own), self.lease)
 
     def call(self, key: UUID, attempt: int) -> StepCall:
-        """What the function of a call is given."""
+        """The first argument for the function of a call."""
         return StepCall(key, attempt, self.tracing.carried({}))
 
     def begin(self, fn: Callable[..., Awaitable[Any]], *args: object, gets: str) -> Awaitable[Any]:
-        """Call a step's function with `args` and the resources that it asks for; it runs once it is awaited. It is left
-        behind if it goes on after it was cancelled.
+        """Call a step's function with `args` and the resources that it requests; it runs once it is awaited. If it goes
+        on after its cancellation, it is left behind.
 
-        If it cannot be called like that, raises a TypeError that describes the right signature. `gets` names in that
-        text what the function is given before the step's own arguments.
+        If the function cannot be called like that, raises a TypeError that describes the right signature. `gets` says
+        in that text which arguments come before the step's own ones.
         """
         more = injected(fn, len(args), self.resources)
         try:
@@ -115,12 +115,12 @@ class Steps:
     at: At
 
     async def rows(self) -> list[StepRow]:
-        """What is recorded now."""
+        """The steps that are recorded now."""
         return await self.store.steps(self.saga.key)
 
     async def run(self, spec: StepSpec, row: StepRow | None) -> Any:
-        """Run a step that has no recorded outcome. `row` is its open intent, if there is one. Marks it as finished.
-        Raises Held."""
+        """Run a step that has no recorded outcome. `row` is its open intent, if there is one. Marks the step as
+        finished. Raises NotCalled."""
         tracing = self.functions.tracing
         async with self.probes.trying(spec.fn, self.saga, self.fail_on):
             if spec.kind is StepKind.TX:
@@ -130,7 +130,7 @@ class Steps:
                 return await self._call(spec, row)
 
     async def undo(self, spec: StepSpec, row: StepRow, recorded: Outputs) -> None:
-        """Undo a finished step. Raises Held, ChildRuns, and whatever its undo raises."""
+        """Undo a finished step. Raises NotCalled, ChildRuns, and whatever its undo raises."""
         output = spec.decode(await recorded.of(row))
         self.at(SagaPoint.UNDOING)
         if isinstance(spec, StartSpec):
@@ -145,10 +145,10 @@ class Steps:
                     await self._undo_call(spec, spec.undo, row, output)
         self.at(SagaPoint.UNDONE)
 
-    # ----------------------------------------------------------------------------------------------- what waits (L40)
+    # ---------------------------------------------------------------------------------------------------- waits (L40)
     async def wait(self, spec: WaitSpec) -> StepRow | float:
-        """Begin the wait, or look whether it is over. A float: it is not, for so many seconds. Of several the first one
-        that is over closes the others, which are looked at no more (L74)."""
+        """Begin the wait, or check whether it is over. A float: it is not over, for so many seconds. Of several waits
+        the first one that is over closes the others, which are not checked any more (L74)."""
         left = list[float]()
         for each in spec.parts:
             each.overlapped = spec.overlapped
@@ -174,7 +174,7 @@ class Steps:
         return found
 
     async def decide(self, spec: StepSpec, value: bool) -> None:
-        """Record which way the saga goes at a patch. Older records may be asked for only after it (L72)."""
+        """Record the decision at a patch. The handler may request older records only after it (L72)."""
         output, _ = spec.encode(value)
         await self.store.record(
             self.saga, spec.name, spec.kind, StepState.DONE, output, has_undo=False, overlapped=spec.overlapped
@@ -225,7 +225,7 @@ class Steps:
     async def _call(self, spec: StepSpec, row: StepRow | None) -> Any:
         saga, functions = self.saga, self.functions
         key = step_key(saga.scope, saga.key, spec.name)
-        if row is not None and spec.reconcile is not None:  # an intent without outcome: the remote may have done it
+        if row is not None and spec.reconcile is not None:  # an open intent: the remote system may have done it
             found = await self._reconcile(spec, spec.reconcile, functions.call(key, row.attempt))
             if isinstance(found, Done):
                 return await self._record_output(spec, found.result)
@@ -252,7 +252,7 @@ class Steps:
         self.at(SagaPoint.CALLED)
         try:
             return await self._record_output(spec, value)
-        except SagaMisused as error:  # L70
+        except SagaMisused as error:  # L70: the value is not a valid output, but the call had its effect
             raise UnknownEffect(f"{error}; its call was made, and is not repeated automatically") from error
 
     async def _undo_call(
@@ -261,7 +261,7 @@ class Steps:
         saga, functions, seconds = self.saga, self.functions, self.functions.seconds(spec.limits.timeout)
         key = step_key(saga.scope, saga.key, row.name, undo=True)
         found: Done[Any] | NotDone = NotDone()
-        if row.state is StepState.UNDO_INTENT and spec.reconcile_undo is not None:  # the remote may have undone it
+        if row.state is StepState.UNDO_INTENT and spec.reconcile_undo is not None:  # it may have been undone
             call = functions.call(key, row.attempt)
             asking = functions.begin(spec.reconcile_undo, call, output, *spec.args, gets=_BACKWARDS)
             answer = await call_user_code(asking, functions.limit(spec.limits.timeout))
@@ -278,8 +278,8 @@ class Steps:
     async def _reconcile(
         self, spec: StepSpec, reconcile: Callable[..., Awaitable[object]], call: StepCall
     ) -> Done[Any] | NotDone:
-        """Whether the remote has done it. Raises what its `reconcile` raises, and SagaMisused for a refusal: the
-        handler would take it for the call's outcome, which is still unknown."""
+        """Whether the remote system has done the call. Raises what `reconcile` raises, and SagaMisused if it raises a
+        rejection: the handler would take that for the outcome of the call, which is still unknown."""
         asked = f"reconcile of step {spec.name!r}"
         try:
             asking = self.functions.begin(reconcile, call, *spec.args, gets="step")
@@ -293,14 +293,14 @@ class Steps:
             ) from error
         return _certain(asked, f"step {spec.name!r}", answer)
 
-    # -------------------------------------------------------------------------------------------------- what it records
+    # ---------------------------------------------------------------------------------------------------------- records
     async def _record_output(self, spec: StepSpec, value: object) -> Any:
         output, value = spec.encode(value)
         await self._record(spec, StepState.DONE, output)
         return value
 
     async def _record_refusal(self, spec: StepSpec, refused: Reject) -> Reject:
-        """Returns what a replay will raise (L71), to be raised by this run too."""
+        """Record a refusal, and return the exception that a replay will raise (L71), for this run to raise too."""
         stored = codecs.encode_refusal(refused)
         await self._record(spec, StepState.REJECTED, stored)
         again = spec.rejection(stored)
@@ -318,8 +318,8 @@ class Steps:
 
 
 def _certain(asked: str, of: str, answer: object) -> Done[Any] | NotDone:
-    """What the reconcile that `asked` names has answered. Raises UnknownEffect where the remote cannot tell, and
-    SagaMisused for what is no answer."""
+    """The answer of the reconcile that `asked` names. Raises UnknownEffect if the remote system cannot tell, and
+    SagaMisused for an invalid answer."""
     checked = checked_answer(asked, answer)
     if isinstance(checked, Unknown):
         raise UnknownEffect(f"{of}: the remote cannot say whether it was done")
@@ -327,10 +327,11 @@ def _certain(asked: str, of: str, answer: object) -> Done[Any] | NotDone:
 
 
 def injected(fn: Callable[..., Any], given: int, resources: Mapping[type, object]) -> dict[str, object]:
-    """Keyword arguments for parameters that `given` positional ones leave open and that have the type of a resource."""
+    """Keyword arguments for parameters that have the type of a resource and are not among the `given` positional
+    ones."""
     if not resources:
         return {}
-    if isinstance(fn, MethodType):  # a new object each time, while its function is the same
+    if isinstance(fn, MethodType):  # a bound method is a new object each time; its function is not
         fn, given = fn.__func__, given + 1
     return {
         name: resources[wanted]
@@ -343,7 +344,7 @@ def _parameters(fn: Callable[..., Any]) -> _Parameters:
     function = function_of(fn)
     if function is None:
         return ()
-    if fn is not function:  # a partial or a callable object has other positions
+    if fn is not function:  # a partial or a callable object has other parameter positions
         return _read(fn, function)
     if (known := _known.get(function)) is None:
         known = _known[function] = _read(fn, function)
@@ -366,7 +367,7 @@ def _read(fn: Callable[..., Any], function: FunctionType) -> _Parameters:
 def _annotated(function: FunctionType, annotation: Any) -> Any:
     try:
         return resolved(function, annotation) if isinstance(annotation, str) else annotation
-    except (NameError, SyntaxError, TypeError, AttributeError):  # a parameter's, perhaps meant for type checkers only
+    except (NameError, SyntaxError, TypeError, AttributeError):  # the annotation may be meant for type checkers only
         return None
 
 

@@ -1,4 +1,4 @@
-"""Undo a rejected saga: its finished steps from the last to the first, each checkpointed (L7)."""
+"""Undo a rejected saga: its finished steps from the last to the first, each with a checkpoint (L7)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from idemconsumer.user_code.cancellation import run_isolated
 
 
 class NotUndone(Exception):
-    """`error` is in the way: of the undo of step `spec`, or of the handler before it has asked for all. `place` says
-    where. `progressed`: another step was undone before, in this attempt."""
+    """`error` prevents the undo: an error of the undo of step `spec`, or of the handler before it has requested all
+    steps. `place` tells which. `progressed`: another step was undone before, in this attempt."""
 
     def __init__(
         self, place: str, error: BaseException, spec: StepSpec | None = None, *, progressed: bool = False
@@ -29,11 +29,11 @@ class NotUndone(Exception):
 
 
 async def undo_all(steps: Steps, asked: Mapping[str, StepSpec], cause: BaseException | None) -> None:
-    """Undo every step that has to be undone, with the undos of the steps that this run `asked` for.
+    """Undo every step that must be undone, with the undos of the steps that this run requested (`asked`).
 
-    `cause` has ended the handler before it had asked for all that it will; None: it has. Raises NotUndone, Held,
-    ChildRuns, SagaChanged when the handler no longer has an undo for a step, and the store's errors that leave the
-    outcome undecided.
+    `cause` ended the handler before it had requested all its steps; None: it has requested all. Raises NotUndone,
+    NotCalled, ChildRuns, SagaChanged if the handler no longer has an undo for a step, and errors of the store that
+    leave the outcome undecided.
     """
     todo = plan(await steps.rows(), asked, cause)
     recorded = Outputs(steps.store, steps.saga.key, [row for row, _ in todo])
@@ -50,8 +50,8 @@ async def undo_all(steps: Steps, asked: Mapping[str, StepSpec], cause: BaseExcep
 def plan(
     rows: Iterable[StepRow], asked: Mapping[str, StepSpec], cause: BaseException | None = None
 ) -> list[tuple[StepRow, StepSpec]]:
-    """What to undo, in order, and how. Raises NotUndone, and SagaChanged when the handler will not ask for it. `cause`
-    as in `undo_all`."""
+    """The steps to undo, in order, and how. Raises NotUndone, and SagaChanged if the handler will not request a step.
+    `cause` as in `undo_all`."""
     todo = to_undo(rows, {spec.name for spec in asked.values() if spec.has_undo})
     for row in reversed(todo):
         spec = asked.get(row.name)

@@ -1,4 +1,4 @@
-"""A saga as its handler has it: each method makes a step of what it is given, and the request for it."""
+"""A saga as its handler sees it: each method makes a step from its arguments, and the request for it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class UsersSaga:
         return asking
 
     def _mark(self, request: Coroutine[Any, Any, Any], begun: bool) -> None:
-        """A step that was requested is not to be missed until it is `begun`."""
+        """See `Activity.mark`."""
         if (spec := self._requests.get(request)) is not None:
             self._run.activity.mark(spec.name, begun)
 
@@ -49,7 +49,7 @@ class UsersSaga:
 
     def patched(self, name: str) -> Coroutine[Any, Any, bool]:
         given: object = name
-        recorded = PATCH + name if isinstance(given, str) else name  # anything else is refused as a name
+        recorded = PATCH + name if isinstance(given, str) else name  # any other type is refused as a name
         return self._request(StepSpec(recorded, StepKind.TX, no_patch, (), None))
 
     def tx(
@@ -160,7 +160,7 @@ class UsersSaga:
 
 
 def _own_limits(step: object, most: float | None, **given: Any) -> OwnLimits:
-    """What is given of them, checked as the handler's options are checked. `most`: the handler's `timeout` where a step
+    """The limits given for one step, checked like the handler's options. `most`: the handler's `timeout`, if the step
     may not have more. Raises SagaMisused."""
     given = {option: value for option, value in given.items() if value is not None}
     if not given:

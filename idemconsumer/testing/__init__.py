@@ -1,8 +1,8 @@
-"""What the project's users test with: a kit with a real Postgres, crashes, replays of sagas, contract suites.
+"""The library's tools for its users' tests: a kit with a real Postgres, crashes, replays of sagas, contract suites.
 
-Public: the names in `__all__`; docs/testing.md shows them at work. Not imported by anything that runs in production.
-A name is imported when it is first used: the suites need pytest and pytest-asyncio, and a worker that is to crash needs
-neither; pytest loads `plugin` in each run, also where no test asks for the kit.
+Public: the names in `__all__`; docs/testing.md shows how to use them. Nothing that runs in production imports this.
+Each name is imported at its first use: the suites need pytest and pytest-asyncio, which a worker that is to crash does
+not need; and pytest loads `plugin` in each run, even if no test requests the kit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every broker adapter must do, as tests. Subclass `BrokerContract` and give it a `harness` fixture.
+"""The rules for every broker adapter, as tests. Subclass `BrokerContract` and give it a `harness` fixture.
 
 ```python
 class TestMyBroker(BrokerContract):
@@ -7,7 +7,7 @@ class TestMyBroker(BrokerContract):
         return MyHarness(my_server)
 ```
 
-It tests the rules that the worker relies on with any broker. What only one broker must do is tested with that one.
+It tests the rules that the worker relies on with any broker. Rules for one broker only have tests of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from idemconsumer.errors import BrokerUnavailable, SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Broker, BytesInHand, Delivery, KnowsLag, Outgoing, Session
 
-# Seconds allowed for anything expected; a first Kafka join is the slowest.
+# Seconds to wait for anything expected; a first Kafka join is the slowest.
 PATIENCE = 30.0
 WIDE = Bounds(lanes=4, group=8, room=100)
 
@@ -58,7 +58,7 @@ class BrokerHarness(Protocol):
 
 @dataclass(frozen=True)
 class Destination:
-    """A destination that is new and empty, with a client of its broker."""
+    """A new, empty destination, with a client of its broker."""
 
     broker: Broker
     name: str
@@ -203,9 +203,9 @@ class BrokerContract:
             held += await session.fetch()
             assert len(held) == 4
             share = 16
-            held += await arriving(session, 8)  # a few less may be left until they are worth a request
+            held += await arriving(session, 8)  # a session may leave a few until they are worth a request
             share = 2
-            while len(held) > 2:  # what was on its way still comes
+            while len(held) > 2:  # messages already on their way still arrive
                 held = held[:2] + await self._settled(session, held[2:])
                 assert len(held) <= 16 + 4 + 2
             for _ in range(5):
@@ -249,7 +249,7 @@ class BrokerContract:
             paused = False
             before = await arriving(session, 1)
             paused = True
-            for _ in range(2):  # what is under way may still come
+            for _ in range(2):  # messages already on their way may still arrive
                 assert not await session.fetch()
             await fresh.publish(b"meanwhile")
             assert not await session.fetch()
@@ -337,7 +337,7 @@ async def arriving(session: Session, count: int) -> list[Delivery]:
 
 
 async def _until_lag(session: KnowsLag, source: str, messages: int) -> float | None:
-    """Until so many are left; returns for how long. Some brokers count with a delay."""
+    """Wait until so many messages are left; returns how old the oldest is. Some brokers count with a delay."""
     deadline = time.monotonic() + PATIENCE
     while (lag := (await session.lag(whole=True)).get(source)) is None or lag.messages != messages:
         assert time.monotonic() < deadline, f"{lag}, not {messages} messages after {PATIENCE:.0f} s"
@@ -346,7 +346,7 @@ async def _until_lag(session: KnowsLag, source: str, messages: int) -> float | N
 
 
 async def until_idle(session: Session) -> list[Delivery]:
-    """Fetch until the session says that it is idle; returns what came."""
+    """Fetch until the session reports that it is idle; returns the deliveries."""
     deliveries: list[Delivery] = []
     deadline = time.monotonic() + PATIENCE
     while not await session.idle():

@@ -1,4 +1,4 @@
-"""Kills a worker at a named point, to show that a crash there loses nothing and doubles nothing.
+"""Kills a worker at a named point, to show that a crash there loses nothing and applies nothing twice.
 
 Give it to a worker in a process of its own: `app.worker(settings, CrashAt(Point.COMMITTED))`. Nothing that runs in
 production reads a variable or a flag for it.
@@ -31,7 +31,7 @@ class CrashAt:
         return cls(SagaPoint(point) if point in set(SagaPoint) else Point(point), int(nth or 1))
 
     def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
-        """The method of every Observer."""
+        """Kill the process if this is the point. Called by the engine, as for every Observer."""
         if point is self._point:
             self._left -= 1
             if self._left == 0:

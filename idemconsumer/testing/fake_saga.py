@@ -27,22 +27,22 @@ class FakeStep:
 
     @property
     def key(self) -> UUID:
-        """The same for each step of this name."""
+        """The same key for each step of this name."""
         return uuid5(NAMESPACE_OID, self.name)
 
 
 class FakeSaga:
-    """A `Saga` without a database, in which each step runs once and at once, and no time passes.
+    """A `Saga` without a database, in which each step runs exactly once and at once, and no time passes.
 
         saga = FakeSaga(signals={"paid": {"amount": 5}})
         await book_ride({"id": "r-1"}, saga)
         assert saga.steps == ["ride_created", "paid"]
 
-    `signals` has the payloads of waits, by the wait's name or its `signal=`; a wait without a payload raises
+    `signals` has the payloads for waits, by the wait's name or its `signal=`; a wait without a payload raises
     SignalTimeout. `results` has the results of children, or exceptions to raise, by the names of their `result` steps;
-    a missing one raises SignalTimeout too. `tx` is the argument of the steps that take one. `undo` runs the undos of
-    the finished steps, in reverse. Not guaranteed: that its steps can be written as JSON and go on in another process.
-    Use the kit for that.
+    a missing one raises SignalTimeout too. `tx` is passed to the steps that take one. `undo` runs the undos of the
+    finished steps, in reverse. Not guaranteed: that its steps can be written as JSON, or continued in another process.
+    Use the kit to test that.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class FakeSaga:
 
     @property
     def recovery_point(self) -> str | None:
-        """The last step."""
+        """The name of the last step."""
         return self.steps[-1] if self.steps else None
 
     async def patched(self, name: str) -> bool:
@@ -119,7 +119,7 @@ class FakeSaga:
         return payload if into is None or isinstance(payload, into) else msgspec.convert(payload, into)
 
     async def first(self, **waits: Coroutine[Any, Any, Any]) -> First:
-        """Return the first one, in the order given, that is over: a wait with a payload or a child with a result,
+        """Return the first wait, in the order given, that is over: a wait with a payload or a child with a result,
         otherwise a sleep."""
         timeout: BaseException | None = None
         try:
@@ -152,11 +152,11 @@ class FakeSaga:
         return result  # type: ignore[no-any-return]
 
     async def all(self, branches: Iterable[Coroutine[Any, Any, S]], /, *, limit: int = 10) -> list[S]:
-        """Run one after the other."""
+        """Run the coroutines one after the other."""
         return [await each for each in branches]
 
     async def undo(self) -> None:
-        """Undo as a rejected saga does: in reverse, each step once."""
+        """Undo like a rejected saga: in reverse order, each step once."""
         while self._undos:
             await self._undos.pop()()
 

@@ -48,15 +48,15 @@ class FakeTx:
         self._answers: list[tuple[str, Sequence[Any] | BaseException]] = []
 
     def returns(self, part: str, rows: Sequence[Any]) -> None:
-        """Give the rows of each statement with this part in it: tuples, or mappings by column. The last call wins."""
+        """Set the rows of each statement that contains this part: tuples, or mappings by column. The last call wins."""
         self._answers.insert(0, (part, rows))
 
     def raises(self, part: str, error: BaseException) -> None:
-        """Give the error that such a statement raises."""
+        """Set the error that each statement with this part raises."""
         self._answers.insert(0, (part, error))
 
     async def execute(self, query: str, params: Any = (), *, into: Any = None) -> FakeRows[Any]:
-        """Return no rows, unless the test has given some."""
+        """Record the statement. Returns no rows, unless the test has set some."""
         self.executed.append((query, params))
         answer = next((answer for part, answer in self._answers if part in query), ())
         if isinstance(answer, BaseException):

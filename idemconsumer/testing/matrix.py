@@ -1,4 +1,4 @@
-"""`crash_matrix`: whether a consumer does each message once, whoever is killed, and wherever that happens."""
+"""`crash_matrix`: tests that a consumer applies each message once, whichever process is killed, and wherever."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from idemconsumer.testing.matrix_report import MatrixReport, WrongRun, compared
 from idemconsumer.testing.matrix_running import Delivered, Process, Processes
 from idemconsumer.testing.matrix_worker import Queued, RunsWorker, check_sent
 
-_FIRST_PAUSE: Final = 0.02  # seconds, before a message that was not acknowledged is delivered again
+_FIRST_PAUSE: Final = 0.02  # seconds before an unacknowledged message is delivered again
 _LONGEST_PAUSE: Final = 0.5
 _POLL: Final = 0.01
 _HOW: Final = "write @pytest.mark.crash_matrix(tables=['stock'])"
@@ -36,22 +36,25 @@ async def crash_matrix(
     ignore: Collection[str] = (),
     timeout: float = 10.0,
 ) -> MatrixReport:
-    """Run a message through `consume` with a crash and with a rival at every point, and compare `tables`.
+    """Run a message through `consume`, with a crash and with a rival process at every point, and compare `tables`.
 
         report = await crash_matrix(reserve, b'{"id": "o-1"}', dsn=dsn, tables=["stock"])
         assert not report.wrong, str(report)
 
     `async def consume(delivery, dsn)` is any consumer. It connects to `dsn` with any driver, and acknowledges by
     `await delivery.ack()` or by returning. `message` is the body, an idemconsumer `Message`, or an object to send as
-    JSON. The points are before the first statement and after each one, commits too; before and after the
-    acknowledgement; before the return. At each point, one run kills the process; unless it had acknowledged the
-    message, a fresh process then gets it. Another run pauses the process there while a rival in another process gets
-    the same message. Two more runs deliver the message a second time, to the same process and to a fresh one. After
-    each of these runs, the tables must have the same rows as after an undisturbed run.
+    JSON. The points are: before the first statement and after each one, commits too; before and after the
+    acknowledgement; before the return.
 
-    For an App, and a `Message` from one of its sources, the app's own worker runs, at each `Point` and `SagaPoint`.
+    At each point, one run kills the process; unless it had acknowledged the message, a fresh process then gets it.
+    Another run pauses the process there while a rival, another process, gets the same message. Two more runs deliver
+    the message a second time, to the same process and to a fresh one. After each of these runs, the tables must have
+    the same rows as after an undisturbed run.
 
-    It works in a copy of the database. That takes a superuser, and nobody may be connected to the original. It does not
+    For an App, and a `Message` from one of its sources, the app's own worker runs, and the points are each `Point` and
+    `SagaPoint`.
+
+    It works in a copy of the database. That requires a superuser, and no open connection to the original. It does not
     compare columns of sequences, nor columns in `ignore` ("table.column"), such as times. A run that is not over within
     `timeout` seconds counts as stuck. Not covered: effects elsewhere, and effects after `consume` has returned. Raises
     ConfigurationError for anything that cannot be run, if the undisturbed run fails, and if that run changes none of
@@ -69,7 +72,7 @@ async def crash_matrix(
 
 
 def _check_names(tables: Sequence[str], ignore: Collection[str]) -> None:
-    """Raise ConfigurationError for what names no tables."""
+    """Raise ConfigurationError for values that name no tables."""
     if not tables or isinstance(tables, str) or isinstance(ignore, str):
         raise ConfigurationError("crash_matrix: tables and ignore are lists of names; write tables=['stock']")
 
@@ -84,7 +87,7 @@ async def _of_app(
     ignore: Collection[str],
     timeout: float,
 ) -> MatrixReport:
-    """Its worker has these `settings`, but for the addresses, and `resources` in the places of the app's own."""
+    """The matrix with the app's worker. It gets these `settings`, without addresses, and `resources` for the app's."""
     sent, schema = check_sent(app, message), settings.schema
     runs = RunsWorker(app, settings, resources)
 
@@ -100,7 +103,7 @@ async def _of_app(
 
 
 class MarkedTest:
-    """What the mark says. Only the first message of the test is run."""
+    """The options of a test's mark. The matrix runs only the first message of the test."""
 
     def __init__(
         self,
@@ -120,14 +123,14 @@ class MarkedTest:
     async def run(
         self, app: App, message: Message, settings: Settings, resources: Mapping[type, object], dsn: str
     ) -> None:
-        """Nobody is connected to `dsn` meanwhile. Raises AssertionError with the report."""
+        """Run the matrix. No connection to `dsn` may be open meanwhile. Raises AssertionError with the report."""
         self.due = False
         report = await _of_app(app, message, settings, resources, dsn, self._tables, self._ignore, self._timeout)
         if report.wrong:
             raise AssertionError(str(report))
 
     def check(self) -> None:
-        """Raise AssertionError for a test that has sent nothing, of which nothing was shown."""
+        """Raise AssertionError for a marked test that has sent no message: it would have shown nothing."""
         if self.due:
             raise AssertionError("the test is marked crash_matrix, and no kit of it has sent a message")
 
@@ -186,7 +189,7 @@ class _Matrix:
         return process.points, contents
 
     async def _one(self, what: _What, point: str, scenario: Awaitable[bool]) -> None:
-        """A run from the start, and what is wrong after it. `scenario`: whether it came to its point."""
+        """One run from the start, and the error after it. `scenario` returns whether the run reached its point."""
         await self._database.put_back()
         wrong = None
         try:
@@ -229,7 +232,7 @@ class _Matrix:
         return True
 
     async def _deliver(self, process: Process) -> None:
-        """Again and again, until it need not be delivered again."""
+        """Deliver the message again and again, until it is done."""
         pause = _FIRST_PAUSE
         while True:
             self._runs += 1
@@ -246,7 +249,7 @@ class _Matrix:
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _until_it_waits(self, rival: Process, its: asyncio.Task[None]) -> None:
-        """Until it has come as far as it can while the other one is paused."""
+        """Wait until the rival has come as far as it can while the other process is paused."""
         now = asyncio.get_running_loop().time
         while not its.done() and not rival.errors and now() - rival.heard < self._broker.quiet(rival):
             if await self._database.somebody_waits():
@@ -267,7 +270,7 @@ def _as_message(message: object) -> Message:
 
 
 def _differing(one: Contents, other: Contents) -> set[str]:
-    """The columns in which two runs differ; all of a table whose rows are not the same ones."""
+    """The columns in which two runs differ. If the rows of a table are not the same ones: all its columns."""
     return {
         f"{table}.{name}"
         for table, rows in one.items()

@@ -1,4 +1,4 @@
-"""The database of a crash matrix: a copy of the test's, put back before each run, and what is then in its tables."""
+"""The database of a crash matrix: a copy of the test's, restored before each run, and the contents of its tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Contents = Mapping[str, Counter[Row]]
 
 _ENCRYPTION: Final = ("sslmode", "ssl", "sslrootcert", "sslcert", "sslkey", "channel_binding", "gssencmode")
 _LEAVING_SECONDS: Final = 1.0
-# A column of a sequence differs wherever a transaction was rolled back.
+# A column of a sequence differs after every rolled-back transaction.
 _COLUMNS: LiteralString = """
 select a.attname, a.attidentity <> '' or coalesce(pg_get_expr(d.adbin, d.adrelid) like 'nextval(%%', false)
 from pg_attribute as a left join pg_attrdef as d on d.adrelid = a.attrelid and d.adnum = a.attnum
@@ -50,7 +50,7 @@ begin
 end
 $$
 """
-# Deleted, since TRUNCATE makes a new file of each table, which takes longer than all the rest.
+# DELETE, since TRUNCATE creates a new file for each table, which takes longer than all the rest.
 _PUT_BACK: LiteralString = """
 do $$
 declare
@@ -85,8 +85,8 @@ select exists (select from pg_stat_activity where datname = current_database() a
 
 
 class MatrixDatabase:
-    """Guaranteed: the database at `dsn` is copied, and nothing is written to it. Its rows must be few: they are put
-    back before each run. What a consumer creates in the copy stays there, without rows."""
+    """A copy of the database at `dsn`. Guaranteed: nothing is written to the original. The copy must have few rows,
+    since they are restored before each run. Tables that a consumer creates in the copy stay there, without rows."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class MatrixDatabase:
         ignore: Collection[str],
         prepare: Callable[[str], object] | None = None,
     ) -> None:
-        """`prepare` is called with the DSN of the copy before its rows are kept."""
+        """`prepare` is called with the DSN of the copy, before its rows are saved."""
         self._prepare = prepare
         self._url = _as_url(dsn)
         parts = urlsplit(self._url)
@@ -108,7 +108,7 @@ class MatrixDatabase:
         self._columns: dict[str, list[str]] = {}
 
     async def __aenter__(self) -> Self:
-        # One that is copied has no sessions, not even ours.
+        # A database can be copied only while it has no sessions, not even ours.
         beside = "template1" if self._source == "postgres" else "postgres"
         self._admin = await _connect(make_conninfo(self._plain, dbname=beside))
         try:
@@ -143,7 +143,7 @@ class MatrixDatabase:
             raise _not_superuser(error) from None
 
     async def _others(self) -> str | None:
-        """Who is connected to it. Who has just left may be there for a moment."""
+        """The sessions of the original, if any. One that was just closed may be listed for a moment."""
         deadline = time.monotonic() + _LEAVING_SECONDS
         while True:
             ((others,),) = await (await self._admin.execute(_OTHERS, (self._source,))).fetchall()
@@ -178,15 +178,15 @@ class MatrixDatabase:
 
     @property
     def dsn(self) -> str:
-        """That of the copy."""
+        """The DSN of the copy."""
         return make_conninfo(self._plain, dbname=self._name)
 
     async def execute(self, *statement: Any) -> None:
-        """In the copy, in a transaction of its own."""
+        """Run a statement in the copy, in a transaction of its own."""
         await self._own.execute(*statement)
 
     def address(self, port: int) -> str:
-        """The copy, as it is reached over that port of 127.0.0.1, written as the test's own address was."""
+        """The address of the copy through this port of 127.0.0.1, in the form of the test's own address."""
         parts = urlsplit(self._url)
         account = parts.netloc.rpartition("@")[0]
         kept = [each for each in parts.query.split("&") if each.partition("=")[0] not in (*_ENCRYPTION, "host", "port")]
@@ -199,16 +199,16 @@ class MatrixDatabase:
         )
 
     async def put_back(self) -> None:
-        """Each table is as it was before the first run. Nobody is connected."""
+        """Restore each table to its rows before the first run. No consumer may be connected."""
         await self.end_others()
         await self._own.execute(_PUT_BACK)
 
     async def end_others(self) -> None:
-        """The server has noticed that those who were killed are gone."""
+        """Wait until the server has ended the sessions of killed processes."""
         await self._own.execute(_END_OTHERS)
 
     async def somebody_waits(self) -> bool:
-        """For a lock of another session."""
+        """Whether a session waits for a lock of another session."""
         found = await (await self._own.execute(_WAITS)).fetchone()
         return bool(found and found[0])
 
@@ -236,7 +236,7 @@ def _not_superuser(error: psycopg.Error) -> ConfigurationError:
 
 
 def _as_url(dsn: str) -> str:
-    """Drivers agree on URLs alone; `postgresql+asyncpg://` is SQLAlchemy's."""
+    """The DSN as a URL, the only form that all drivers accept; `postgresql+asyncpg://` is SQLAlchemy's."""
     if "://" in dsn:
         scheme, rest = dsn.split("://", 1)
         check_dsn(f"{scheme.partition('+')[0]}://{rest}", "crash_matrix: dsn")

@@ -1,7 +1,8 @@
-"""What runs in the processes of the crash matrix.
+"""Code that runs in the processes of the crash matrix.
 
-The first one loads the consumer once, and then forks a process for whoever asks: it has one thread, no loop and no
-connection, unless the consumer's modules make some as they are imported. When the test ends, all of these do.
+The first process loads the consumer once, and then forks a process for each request. It has one thread, no event loop
+and no connection, unless the consumer's modules create some when they are imported. All these processes end with the
+test.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SOCKET = "socket"
 
 
 class MatrixDelivery:
-    """A message as a broker delivers it: the argument of `consume` in `crash_matrix`. `message` is all of it."""
+    """A message as a broker delivers it: the argument of `consume` in `crash_matrix`. `message` has all of it."""
 
     def __init__(self, message: Message, channel: MatrixChannel) -> None:
         self.message = message
@@ -48,21 +49,21 @@ class MatrixDelivery:
         return self.message.headers
 
     async def ack(self) -> None:
-        """Acknowledge the message, which is then not delivered again. Returning from `consume` acknowledges it too;
-        raising does not. A second call does nothing."""
+        """Acknowledge the message, which is then not delivered again. If `consume` returns, this acknowledges the
+        message too; if it raises, it does not. A second call does nothing."""
         if not self._acknowledged:
             self._acknowledged = True
             await self._channel.ask("ack")
 
     async def _returned(self) -> None:
-        """`consume` has."""
+        """Called when `consume` has returned."""
         if self._acknowledged:
             await self._channel.ask("return")
         elif not self._worked:
             await self.ack()
 
     def _at(self, point: str) -> None:
-        """A worker runs, which settles its messages itself, and has come to a point."""
+        """Report a point of a worker, which settles its messages itself."""
         self._worked = True
         self._channel.at(point)
 
@@ -71,14 +72,14 @@ Consume = Callable[[MatrixDelivery, str], Awaitable[object]]
 
 
 class MatrixChannel:
-    """To the test: lines of JSON. Each is answered before the process goes on."""
+    """The channel to the test: lines of JSON. Each line is answered before the process goes on."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._turn = asyncio.Lock()
 
     async def ask(self, kind: str, word: object = None) -> str:
-        """The answer. Does not come back when the test has gone."""
+        """Send a line, and return the answer. If the test has ended, this ends the process."""
         async with self._turn:
             self._writer.write(line_of(kind, word))
             if answer := await self._reader.readline():
@@ -86,16 +87,16 @@ class MatrixChannel:
         os._exit(1)
 
     def at(self, point: str) -> None:
-        """The event loop stands still while the test decides. Nothing else is asked meanwhile."""
+        """Report a point. The event loop is blocked while the test decides, so no other request is sent meanwhile."""
         descriptor = self._writer.get_extra_info("socket").fileno()
         os.write(descriptor, line_of("point", point))
-        select.select([descriptor], [], [])  # it does not block, since it is the loop's
+        select.select([descriptor], [], [])  # a read would not block, since the loop has made the socket non-blocking
         if not os.read(descriptor, 64):
             os._exit(1)
 
 
 def line_of(kind: str, word: object) -> bytes:
-    """One line of a channel."""
+    """One line for a channel."""
     return json.dumps((kind, word)).encode() + b"\n"
 
 
@@ -107,7 +108,7 @@ async def _work(folder: Path, consume: Consume, message: Message) -> NoReturn:
         try:
             await consume(delivery, dsn)
             await delivery._returned()
-        except Exception:  # noqa: BLE001 - whatever it is, the broker delivers the message again
+        except Exception:  # noqa: BLE001 - whatever the error, the broker delivers the message again
             dsn = await channel.ask("raised", traceback.format_exc())
         else:
             dsn = await channel.ask("done")
@@ -118,7 +119,7 @@ def _load(module: str, file: str | None, pickled: bytes) -> Any:
     if module != "__main__":
         with suppress(ImportError):
             found = importlib.import_module(module)
-    if file is not None and getattr(found, "__file__", None) != file:  # a script, or a module without a package
+    if file is not None and getattr(found, "__file__", None) != file:  # for a script, or a module outside of packages
         spec = importlib.util.spec_from_file_location("crash_matrix_main" if found is None else module, file)
         assert spec is not None, file
         assert spec.loader is not None, file
@@ -128,13 +129,13 @@ def _load(module: str, file: str | None, pickled: bytes) -> Any:
 
 
 def main(folder: Path) -> NoReturn:
-    """Fork a process for each line that the test sends, until it sends no more."""
+    """Fork a process for each line from the test, until the test closes the connection."""
     with socket.socket(socket.AF_UNIX) as test:
         test.connect(str(folder / SOCKET))
         lines = test.makefile("r")
         try:
             consume, message = _load(*pickle.loads((folder / GIVEN).read_bytes()))
-        except BaseException:  # noqa: BLE001 - shown in the test
+        except BaseException:  # noqa: BLE001 - the test shows it
             test.sendall(line_of("failed", traceback.format_exc()))
             os._exit(1)
         gc.collect()

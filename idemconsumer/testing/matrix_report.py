@@ -1,4 +1,4 @@
-"""What a crash matrix has found."""
+"""The findings of a crash matrix."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _WIDTH: Final = 72
 class WrongRun:
     """A run that left other rows than an undisturbed one.
 
-    `what` is the kind of run: "killed", "rival", "duplicate" or "fresh process"; for the first two, `point` says where.
-    `effect` is the fate of the message's effect: "lost", "twice", "different", or "stuck" if the message was never
-    acknowledged. `found` shows the expected rows and the actual ones.
+    `what` is the kind of run: "killed", "rival", "duplicate" or "fresh process"; for the first two, `point` names the
+    point. `effect` is what happened to the message's effect: "lost", "twice", "different", or "stuck" if the message
+    was never acknowledged. `found` shows the expected rows and the actual ones.
     """
 
     what: str
@@ -28,7 +28,7 @@ class WrongRun:
     found: str
 
     def __str__(self) -> str:
-        """One line, and the rows below."""
+        """One line, followed by the rows."""
         return f"{self.what} {self.point}".rstrip() + f": {self.effect}\n{self.found}"
 
 
@@ -53,7 +53,7 @@ class MatrixReport:
         return len(self.names)
 
     def __str__(self) -> str:
-        """A line for each point, and then what is wrong."""
+        """A line for each point, followed by the wrong runs."""
         effects = {(run.what, run.point): run.effect for run in self.wrong}
         effects |= dict.fromkeys(self.missed, "missed")
         lines = [f"{self.consumer}: {self.runs} runs, {self.points} points, {len(self.wrong)} wrong", ""]
@@ -66,7 +66,7 @@ class MatrixReport:
 
 
 def compared(before: Contents, expected: Contents, found: Contents) -> tuple[str, str] | None:
-    """The effect in a word, and the rows as a text. None if they are the expected ones."""
+    """The effect as one word, and the rows as text. None if the rows are the expected ones."""
     effects, texts = set[str](), list[str]()
     for table, rows in expected.items():
         if found[table] != rows:
@@ -91,7 +91,7 @@ def _effect(before: Counter[Row], expected: Counter[Row], found: Counter[Row]) -
 
 
 def _doubled(before: Row, once: Row, found: Row) -> bool:
-    """Each column that differs has moved as far again."""
+    """Whether each column that differs has changed by the same amount again."""
     try:
         return all(
             float(value or "") - float(one or "") == float(one or "") - float(was or "")

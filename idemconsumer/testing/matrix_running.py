@@ -1,4 +1,4 @@
-"""The processes of the crash matrix as the test sees them: each stops at its points, and is killed or paused there."""
+"""The processes of the crash matrix, as the test controls them: each is killed or paused at one of its points."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from idemconsumer.testing.matrix_wire import Wire
 
 _START_SECONDS: Final = 60.0
 _END_SECONDS: Final = 5.0
-LONG: Final = 1.0  # seconds, in which a process that has just been forked gets somewhere
+LONG: Final = 1.0  # seconds within which a newly forked process reaches a point
 _PROGRAM: Final = """
 import json, pathlib, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -35,25 +35,25 @@ main(pathlib.Path(sys.argv[2]))
 """
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Trap = tuple[int, Literal["kill", "pause"]]  # at which of its points, counted from 0
+Trap = tuple[int, Literal["kill", "pause"]]  # the number of the point, counted from 0
 Ending = Literal["done", "raised", "killed"]
 
 
 class Killed(ConnectionError):
-    """The process at this end is gone."""
+    """The process at the other end has ended."""
 
 
 class Processes:
-    """Starts processes that have loaded the consumer. All end when this is left."""
+    """Starts processes that have loaded the consumer. All end when the context is left."""
 
     def __init__(self, consume: Any, message: Message, database: MatrixDatabase, *, wired: bool) -> None:
-        """`wired`: their points are the statements that they send to the database."""
+        """`wired`: the points of a process are the statements that it sends to the database."""
         self.name = getattr(consume, "__qualname__", type(consume).__qualname__)
         module = str(getattr(inspect.unwrap(consume), "__module__", ""))
         try:
             plain = replace(message, headers=dict(message.headers), properties=dict(message.properties))
             pickled = pickle.dumps((consume, plain))
-        except Exception as error:  # noqa: BLE001 - of whatever kind it is
+        except Exception as error:  # noqa: BLE001 - pickling can raise anything
             raise ConfigurationError(
                 f"crash_matrix: {self.name} cannot be given to another process: {error}; write it at the top level of "
                 "a module, and have it make there whatever it uses"
@@ -93,7 +93,7 @@ class Processes:
             return await self._begun.get()
 
     async def start(self, trap: Trap | None = None) -> Process:
-        """One more, which is stopped in that trap."""
+        """Start one more process, which is stopped at that trap."""
         self._orders.write(b"\n")
         _, pid, streams = await self._next()
         process = Process(pid, streams, self._database.dsn, trap)
@@ -104,21 +104,21 @@ class Processes:
         return process
 
     def last_error(self) -> str:
-        """What `consume` has raised last in one of those that are there, if it has."""
+        """The last error that `consume` raised in a running process; empty if there was none."""
         return next((process.errors[-1] for process in reversed(self._running) if process.errors), "")
 
     async def end_all(self) -> None:
-        """Kill those that are there."""
+        """Kill all running processes."""
         for process in self._running:
             await process.end()
         self._running.clear()
 
 
 class Process:
-    """One that consumes. `points` are the names of those that it has come to, and `repeats` tells that one
-    came again; `errors` what `consume` has raised.
-    `acknowledged`: the last delivery was, so the broker need not deliver the message again. `stopped`: it has come to
-    the point where it was to be stopped; one that is paused there waits for `may_go_on`."""
+    """A process that consumes. `points` are the names of the points that it has reached; `repeats`: it has reached one
+    of them again; `errors`: what `consume` raised. `acknowledged`: the last delivery was acknowledged, so the broker
+    need not deliver the message again. `stopped`: it has reached its trap; if it is paused there, it waits for
+    `may_go_on`."""
 
     def __init__(self, pid: int, streams: Streams, dsn: str, trap: Trap | None) -> None:
         self._pid = pid
@@ -133,10 +133,10 @@ class Process:
         self.errors: list[str] = []
         self.acknowledged = False
         self.stopped = asyncio.Event()
-        self.heard = asyncio.get_running_loop().time()  # when it came to its last point
+        self.heard = asyncio.get_running_loop().time()  # when it reached its last point
 
     async def at(self, point: str) -> None:
-        """It has come to this point. Comes back when it may go on, and raises Killed if it is not to."""
+        """The process has reached this point. Returns when it may go on; raises Killed if it must not."""
         self.heard = asyncio.get_running_loop().time()
         self._times[point] += 1
         self.repeats = self.repeats or self._times[point] > 1
@@ -149,7 +149,7 @@ class Process:
             await self.may_go_on.wait()
 
     async def deliver(self) -> Ending:
-        """Deliver the message, and wait for the end of that."""
+        """Deliver the message, and wait for the end of the run."""
         self.acknowledged = False
         with suppress(ConnectionError):
             self._say(self.dsn)
@@ -172,11 +172,11 @@ class Process:
         return "killed"
 
     async def end(self) -> None:
-        """Kill it, if it is there, and wait until nothing of it is."""
+        """Kill the process if it still runs, and wait until it and its connections have ended."""
         self._kill()
         if self.wire is not None:
             await self.wire.close()
-        with suppress(ConnectionError, TimeoutError):  # what it has forked may hold its sockets open
+        with suppress(ConnectionError, TimeoutError):  # children that it forked may hold its sockets open
             async with asyncio.timeout(_END_SECONDS):
                 while await self._reader.read(65_536):
                     pass
@@ -186,14 +186,14 @@ class Process:
         self._writer.write(f"{text}\n".encode())
 
     def _kill(self) -> None:
-        # Whose end of the channel is open has not ended, so the number is still its own.
+        # While its end of the channel is open, the process has not ended, so the pid is still its own.
         if not self._reader.at_eof():
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
 
 
 async def _closed(writer: asyncio.StreamWriter) -> None:
-    """Wait for it: the loop may end with what calls this."""
+    """Close it, and wait for that: the loop may end right after the caller."""
     writer.close()
     with suppress(ConnectionError):
         await writer.wait_closed()
@@ -203,21 +203,21 @@ class Delivered:
     """A broker that delivers a message until it is acknowledged."""
 
     async def send(self) -> None:
-        """One more message, the same again."""
+        """Send the same message once more."""
 
     async def notice(self) -> None:
-        """A consumer was killed."""
+        """Called when a consumer was killed."""
 
     def is_done(self, process: Process, ending: Ending) -> bool:
-        """Whether this delivery is not followed by another one."""
+        """Whether no other delivery follows this one."""
         return process.acknowledged
 
     def quiet(self, rival: Process) -> float:
-        """For how many seconds it comes to no point once it can get no further beside one that is paused."""
+        """After how many seconds without a new point a process counts as waiting for one that is paused."""
         return LONG
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
-    """Not by asyncio, which in Python 3.11 starts processes in the main thread alone."""
+    """Start the first process. Not with asyncio, which in Python 3.11 starts processes in the main thread only."""
     command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(folder)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

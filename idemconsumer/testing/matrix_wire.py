@@ -1,8 +1,9 @@
-"""Stands between a consumer and Postgres, and stops behind each statement: so the crash matrix finds its points.
+"""A proxy between a consumer and Postgres that stops after each statement: these are the points of the crash matrix.
 
-It reads the wire protocol (version 3), so it knows the statements of any driver: a Query, or an Execute and what was
-prepared for it. The answer is held: the server has done the statement, and its client does not know yet. Where several
-are sent at once, each is answered before the next one is sent on. Else a client sends and gets what it would without.
+It reads the wire protocol (version 3), so it knows the statements of any driver: a Query, or an Execute with the
+statement that was prepared for it. The answer is held back: the server has executed the statement, and its client does
+not know that yet. If several statements are sent at once, each is answered before the next one is forwarded. Apart from
+that a client sends and receives the same as without the proxy.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ BEFORE: Final = "before the first statement"
 _ENCRYPTED: Final = (80877103, 80877104)  # SSLRequest and GSSENCRequest
 _CANCEL: Final = 80877102
 _FLUSH: Final = b"H" + struct.pack("!i", 4)
-# What ends an answer: of all up to a Sync, of one Execute before a Flush. With a G the client is asked for rows.
+# What ends an answer: of everything up to a Sync, of one Execute before a Flush. With a G the client is asked for rows.
 _READY: Final = b"ZG"
 _EXECUTED: Final = b"CIsEG"
-# These change nothing in the database and look at nothing, so to be killed behind them is to be killed before them.
+# These statements neither change nor read data, so a kill after one is the same as a kill before it.
 _QUIET: Final = frozenset({"BEGIN", "START", "SET", "SHOW", "RESET", "DISCARD", "LISTEN", "UNLISTEN", "DEALLOCATE"})
 _ENDS: Final = (["COMMIT"], ["ROLLBACK"])
 _LONGEST: Final = 60
 
 
 class Wire:
-    """The connections of one process to the Postgres at `host`. `at` is awaited at each point, with its name, and may
-    never come back."""
+    """The connections of one process to the Postgres at `host`. `at` is awaited with the name of each point, and may
+    never return."""
 
     def __init__(self, host: str, port: int, at: At) -> None:
         self._address = (host, port)
@@ -40,12 +41,12 @@ class Wire:
         self._begun = False
 
     async def open(self) -> int:
-        """The port of 127.0.0.1 that it listens on."""
+        """Listen, and return the port of 127.0.0.1."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """End all connections. What was not sent on never is."""
+        """End all connections. Data that has not been forwarded never is."""
         if self._server is not None:
             self._server.close()
         for talk in self._talks:
@@ -53,13 +54,13 @@ class Wire:
         await asyncio.gather(*self._talks, return_exceptions=True)
 
     async def begin(self) -> None:
-        """A statement is to be sent on."""
+        """A statement is about to be forwarded."""
         if not self._begun:
             self._begun = True
             await self._at(BEFORE)
 
     async def did(self, statement: str, tags: list[str], failed: bool) -> None:
-        """A statement is done. `tags`: what the server calls that."""
+        """A statement has been executed. `tags`: the server's command tags for it."""
         if failed:
             await self._at(f"after {_short(statement)}, which failed")
         elif any(tag.partition(" ")[0] not in _QUIET for tag in tags):
@@ -86,7 +87,7 @@ class Wire:
             else:
                 await _Talk(self, client, server).go_on()
         except* (OSError, asyncio.IncompleteReadError):
-            pass  # one side has left, and the other one is to see that
+            pass  # one side has disconnected; the other must notice
         finally:
             for _, writer in opened:
                 writer.transport.abort()
@@ -101,27 +102,27 @@ class _Talk:
         self._from_server, self._to_server = server
         self._prepared: dict[bytes, str] = {}
         self._portals: dict[bytes, str] = {}
-        self._copying: str | None = None  # the statement that takes rows of the client
-        self._simple = False  # it is a Query, which has no Sync
-        self._until = b""  # the answer is held up to one of these
+        self._copying: str | None = None  # the statement that copies rows from the client
+        self._simple = False  # it is a Query, which needs no Sync
+        self._until = b""  # the answer is held back up to one of these messages
         self._answered = asyncio.Event()
         self._held: list[bytes] = []
         self._last = b""
         self._tags: list[str] = []
-        self._errors = False  # what was asked last
+        self._errors = False  # the last statement failed
         self._failed = False  # the server skips everything before the next Sync
         self._idle = True  # the last ReadyForQuery was outside of a transaction
 
     async def go_on(self) -> None:
-        """Until one side leaves."""
+        """Forward both directions until one side disconnects."""
         async with asyncio.TaskGroup() as directions:
             directions.create_task(self._answers())
             directions.create_task(self._asks())
 
     async def _asks(self) -> None:
-        execute: tuple[bytes, str] | None = None  # not sent on before it is known what comes behind it
-        open_statement = ""  # done, and committed by the next Sync if no transaction was begun
-        copied = ""  # as `execute`, and its rows are sent
+        execute: tuple[bytes, str] | None = None  # not forwarded until the next message is known
+        open_statement = ""  # executed, and committed by the next Sync if there is no transaction
+        copied = ""  # like `execute`, for a COPY whose rows have been sent
         while True:
             kind, message = await _message(self._from_client)
             if execute is not None and kind != b"S":
@@ -153,7 +154,7 @@ class _Talk:
             await self._to_server.drain()
 
     def _note(self, kind: bytes, message: bytes) -> None:
-        """Which statement an Execute stands for."""
+        """Remember which statement an Execute stands for."""
         if kind == b"P":
             name, text, _ = message[5:].split(b"\0", 2)
             self._prepared[name] = text.decode("utf-8", "replace")
@@ -162,8 +163,8 @@ class _Talk:
             self._portals[portal] = self._prepared.get(name, "a statement")
 
     async def _do(self, messages: bytes, until: bytes, statement: str, commits: str = "") -> None:
-        """Send them on, wait for the answer, be at the point behind `statement`, and give the answer to the client.
-        `commits`: a statement that is committed by this, unless that is in a transaction."""
+        """Forward the messages, wait for the answer, report the point after `statement`, and pass the answer to the
+        client. `commits`: the statement that this commits, unless it is inside a transaction."""
         if statement:
             await self._wire.begin()
         failed, began_idle = self._failed, self._idle
@@ -208,7 +209,7 @@ class _Talk:
 
 
 async def _startup(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """The first message that the server is to see."""
+    """The first message for the server."""
     while True:
         length = await reader.readexactly(4)
         body = await reader.readexactly(struct.unpack("!i", length)[0] - 4)

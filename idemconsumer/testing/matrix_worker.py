@@ -1,7 +1,7 @@
-"""An app's own worker as the consumer of a crash matrix, with the product's points instead of statements.
+"""An app's own worker as the consumer of a crash matrix, with the library's points instead of statements.
 
-Each of its brokers is a queue in the copy of the database, so what was published, and what was in hand, outlives the
-worker that is killed, as it does at a broker.
+Each of its brokers is a queue in the copy of the database. So, as at a real broker, messages that were published or in
+flight survive the worker that is killed.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from idemconsumer.testing.matrix_running import LONG, Ending, Process
 from idemconsumer.testing.surroundings import NOWHERE, lent
 from idemconsumer.worker.worker import Surroundings
 
-import_module("idemconsumer.worker.saga_lease")  # once, and not in each process that is forked
+import_module("idemconsumer.worker.saga_lease")  # imported once here, and not in each forked process
 
-_SHORT: Final = 0.15  # seconds between two points of a worker that gets on
+_SHORT: Final = 0.15  # seconds; a worker that makes progress reaches its next point sooner
 
 
 class RunsWorker:
-    """As `consume`: run a worker of the app until nothing is left to do. `__qualname__` is the app's name."""
+    """Used as `consume`: runs a worker of the app until no work is left. `__qualname__` is the app's name."""
 
     def __init__(self, app: App, settings: Settings, resources: Mapping[type, object]) -> None:
-        """`resources` take the places of the app's own."""
+        """`resources` replace the app's own."""
         modules = [(module, vars(module)) for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
         found = [(module.__name__, name) for module, its in modules for name, each in its.items() if each is app]
-        # A program that has imported the app would run again.
+        # Prefer any other module to __main__: the program that imported the app would run again.
         self.__module__, self._name = min(found, key=lambda place: place[0] == "__main__", default=("", ""))
         self.__qualname__ = f"app {app.name!r}"
         self._settings = replace(settings, until_empty=True, workers=1, ops_port=None, **NOWHERE)
         self._resources = resources
-        self.locks: int | None = None  # of the copy, once it was looked at
+        self.locks: int | None = None  # the number of locks of the copy, once it was checked
         if not self._name:
             raise ConfigurationError(
                 f"crash_matrix: {self.__qualname__} is not an attribute of a module, so another process cannot find "
@@ -75,7 +75,7 @@ def check_sent(app: App, message: object) -> Message:
 
 
 class Queued:
-    """As `Delivered`: the messages are in queues of the copy, and a worker runs until they are empty."""
+    """Like `Delivered`: the messages are in queues of the copy, and a worker runs until the queues are empty."""
 
     def __init__(self, database: MatrixDatabase, schema: str, message: Message) -> None:
         self._database, self._schema = database, schema
@@ -83,32 +83,32 @@ class Queued:
         self._enqueue = enqueuing(schema, queue_of(message.source), outgoing)
 
     async def send(self) -> None:
-        """One more message, the same again."""
+        """Send the same message once more."""
         await self._database.execute(*self._enqueue)
 
     async def notice(self) -> None:
-        """A worker was killed. What it had in hand would come again within seconds, which nobody need wait for."""
+        """A worker was killed. Make its messages and its lease available at once, instead of in some seconds."""
         await self._database.execute(f"update {self._schema}.queue set visible_at = clock_timestamp()")
         await self._database.execute(f"update {self._schema}.worker set until = clock_timestamp()")
 
     def is_done(self, process: Process, ending: Ending) -> bool:
-        """Whether nothing is left."""
+        """Whether no work is left."""
         return ending == "done"
 
     def quiet(self, rival: Process) -> float:
-        """As `Delivered.quiet`. A worker does not leave before the queues are empty, nor give up on a key in flight."""
+        """Like `Delivered.quiet`. A worker exits only when the queues are empty, and waits for a key in flight."""
         settled = any(each.startswith(Point.SETTLED) for each in rival.points)
         return _SHORT if settled or rival.repeats else LONG
 
 
 class _Telling:
-    """An Observer: the test hears of each point before the worker goes on."""
+    """An Observer that reports each point to the test before the worker goes on."""
 
     def __init__(self, delivery: MatrixDelivery) -> None:
         self._delivery = delivery
 
     def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
-        """As every Observer's."""
+        """The method of every Observer."""
         self._delivery._at(f"{point} {handler}")
 
 
@@ -124,7 +124,7 @@ def _source_of(queue: str) -> str:
 
 
 class _StandIn:
-    """The broker of one scheme. A message has the properties that `given`, the matrix's own, has there."""
+    """Replaces the broker of one scheme. A message that equals the matrix's own, `given`, gets its properties."""
 
     hands_over = False
 

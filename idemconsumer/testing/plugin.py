@@ -1,6 +1,6 @@
-"""What pytest loads (`pytest11`): the fixture `idem`, and the mark `crash_matrix` of tests that have it.
+"""The pytest plugin (`pytest11`): the fixture `idem`, and the mark `crash_matrix` for tests that use it.
 
-The rest is imported when a test asks for the fixture.
+Everything else is imported when a test requests the fixture.
 
 Not imported by tests: annotate with `idemconsumer.testing.Idem`.
 """
@@ -23,30 +23,30 @@ _MARK = (
 )
 
 _async_fixture: Any = pytest.fixture
-with suppress(ImportError):  # without it no async test runs
+with suppress(ImportError):  # without pytest-asyncio no async test runs
     from pytest_asyncio import fixture as _async_fixture
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known."""
+    """Register the mark."""
     config.addinivalue_line("markers", _MARK)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse the mark where no message of the test could be seen: nothing would be shown."""
+    """Refuse the mark on a test whose messages cannot be seen: it would show nothing."""
     if item.get_closest_marker("crash_matrix") and "idem" not in getattr(item, "fixturenames", ()):
         pytest.fail("the test is marked crash_matrix, but has no fixture `idem`, whose messages are run", pytrace=False)
 
 
 @pytest.fixture(scope="session")
 def idem_setup() -> Setup:
-    """Override it to have tables of your own: SQL, or a function that is given the address of a database."""
+    """Override this fixture to create tables of your own: SQL, or a function that gets the address of a database."""
     return None
 
 
 @pytest.fixture(scope="session")
 def idem_databases() -> Iterator[Databases]:
-    """The server of this run, and what copies its databases."""
+    """The Postgres server of this test run, and the object that copies its databases."""
     from idemconsumer.testing.kit.databases import Databases
 
     databases = Databases()

@@ -1,7 +1,7 @@
-"""Replays a handler as it is now against the recorded histories of sagas, without a database and without any effect.
+"""Replays the present handler against recorded histories of sagas, without a database and without any effect.
 
-The runtime itself runs the attempt (`sagas.attempt`), on a store that gives what is recorded. What would be new, of
-whatever kind, is not begun: there the replay has come to its end.
+The library itself runs the attempt (`sagas.attempt`), on a store that returns what is recorded. New steps and writes of
+any kind do not begin: the replay ends there.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from idemconsumer.stores.columns import NewDeadLetter
 from idemconsumer.stores.leased_saga import LeasedSaga
 from idemconsumer.stores.leases import PostgresLeases
 
-_LONG: Final = 86_400.0  # seconds; what is not begun is waited for, and has no time limit
+_LONG: Final = 86_400.0  # seconds; a step that does not begin is awaited, without a timeout
 _AGAIN: Final = "another attempt"
 _NO_RESOURCES: Final[Mapping[type, object]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the present handler would do with a recorded saga.
+    """The result of a replay: what the present handler would do with a recorded saga.
 
-    `goes_on`: the handler fits the record. Then `then` is its next action, such as `step 'charged'`,
-    `reconcile find_charge`, `undo of 'charged'`, `COMPLETED` or `FAILED`. Otherwise `then` is the reason of the dead
-    letter that the saga would become, such as `saga_changed`, or `another attempt` if the handler failed. `why` is the
-    error that would be recorded with it.
+    `goes_on`: the handler fits the record. Then `then` is its next action, such as `step 'charged'`, `reconcile
+    find_charge`, `undo of 'charged'`, `COMPLETED` or `FAILED`. Otherwise `then` is the reason of the dead letter that
+    the saga would become, such as `saga_changed`, or `another attempt` if the handler failed. `why` is the error that
+    would be recorded with it.
     """
 
     goes_on: bool
@@ -79,8 +79,8 @@ async def replay(
 
     Only the handler's code runs: no function of a step, an undo or a reconcile is called, and no database is needed.
     `resources` are the app's resources that the handler takes, by type. A saga that is a dead letter is replayed as if
-    it were resumed. A handler that neither asks for a step nor ends within `patience` seconds has failed. Branches get
-    the same time to ask for their recorded steps. A step that a branch asks for only after something new counts as
+    it were resumed. A handler that neither requests a step nor ends within `patience` seconds has failed. Branches get
+    the same time to request their recorded steps. A step that a branch requests only after something new counts as
     missing. Not shown: what happens after the first new step. Raises ConfigurationError if the app has no such saga, or
     a resource is missing.
     """
@@ -104,21 +104,21 @@ async def replay(
             return _ended(recorded, going.result().kind)
         run = attempt.run
         assert run is not None
-        # Backwards, what is recorded has been compared by the run itself.
+        # During an undo, the run itself has compared the recorded steps.
         if recorded.backwards or isinstance(run.interruption, Replayed):
             return Replay(True, recorded.then.result())
         try:
-            # Nothing that is recorded depends on steps that are not, which wait to be begun.
+            # Recorded steps cannot depend on unrecorded ones, which wait to begin.
             await run.activity.until(lambda: not run.compared.unasked or run.interruption is not None)
             if run.interruption is not None:
                 raise run.interruption
             run.compared.check_nothing_passed_over(at_end=True)
-            if going.done():  # another branch has ended it meanwhile
+            if going.done():  # another branch has ended the attempt meanwhile
                 return _ended(recorded, going.result().kind)
             plan(rows, run.compared.asked)
         except SagaChanged as changed:
             return Replay(False, changed.reason, f"{changed}; {both_lists(rows, run.compared.asked)}")
-        except Exception as error:  # noqa: BLE001 - of the handler, which is what is asked
+        except Exception as error:  # noqa: BLE001 - an error of the handler, which is the result of the replay
             return Replay(False, _AGAIN, describe_in(run.step_of(error), error))
         return Replay(True, recorded.then.result())
     finally:
@@ -150,7 +150,7 @@ def _bind(app: App, history: SagaHistory, resources: Mapping[type, object], pati
 
 
 class _Recorded:
-    """The leases of one saga, as far as it is recorded. `then` is done once the run asks for anything else."""
+    """The store of one saga, with its recorded steps. `then` is done once the run requests anything else."""
 
     def __init__(self, rows: Sequence[StepRow]) -> None:
         self._rows = rows
@@ -159,7 +159,7 @@ class _Recorded:
         self.why: tuple[str, str] | None = None
 
     async def beyond(self, what: str) -> Never:
-        """It is not begun. Others of the handler's branches may have something to ask for yet."""
+        """Report a new request, which never begins. Other branches of the handler may still request recorded steps."""
         if not self.then.done():
             self.then.set_result(what)
         await asyncio.get_running_loop().create_future()
@@ -215,7 +215,7 @@ class _Recorded:
         await self.beyond(f"undo of {name!r}" if undo else f"step {name!r}")
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Never]]:
-        """Whatever else a run asks of its store is new."""
+        """Any other call of the store is something new."""
         if name.startswith("_"):
             raise AttributeError(name)
         return lambda *_, **__: self.beyond(name)
@@ -223,7 +223,7 @@ class _Recorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Uncalled(StepFunctions):
-    """Of the functions only the reconciles come here: before all others something is written."""
+    """Only reconciles get here: before any other function is called, the store is written."""
 
     beyond: Callable[[str], Coroutine[Any, Any, Never]]
 

@@ -1,4 +1,4 @@
-"""What every RequestStore must do, as tests. Subclass `RequestStoreContract` and give it a `harness` fixture.
+"""The rules for every RequestStore, as tests. Subclass `RequestStoreContract` and give it a `harness` fixture.
 
 ```python
 class TestMyRequests(RequestStoreContract):
@@ -29,7 +29,7 @@ from idemconsumer.ports.requests import Held, LostRequest, RequestStore, Running
 from idemconsumer.rules.claim import Claim
 from idemconsumer.rules.values import Record, State
 
-PATIENCE = 30.0  # seconds; only ends what hangs
+PATIENCE = 30.0  # seconds; ends only tests that hang
 CREATED = StoredResult(
     b'{"charge": "\xc3\xa4"}\x00', "application/json", 201, (("Location", "/charges/1"), ("X-Two", "a"), ("X-Two", "b"))
 )
@@ -40,9 +40,9 @@ REFUSED = StoredResult(b'{"title": "no funds"}', "application/problem+json", 402
 
 @dataclass(frozen=True)
 class RequestProcess:
-    """One process, as far as a store can tell.
+    """One process, from the store's point of view.
 
-    `expire` ends its lease, as time does for a killed process; `store` goes on without noticing.
+    `expire` makes its lease expire, as for a killed process; `store` goes on without noticing.
     """
 
     store: RequestStore
@@ -53,8 +53,8 @@ class RequestHarness(Protocol):
     """Gives the suite access to one server."""
 
     async def process(self) -> RequestProcess:
-        """Return one more process on the same server, with a lease of its own that does not end in a test by itself.
-        The suite closes its store."""
+        """Return one more process on the same server, with a lease of its own that does not expire during a test by
+        itself. The suite closes its store."""
         ...
 
 
@@ -228,7 +228,7 @@ class RequestStoreContract:
         await ended.store.close()
         assert (await hold(two.store, A)).again
 
-    # ------------------------------------------------------------------------------------- what is decided about them
+    # --------------------------------------------------------------------------------------------- decisions about them
     async def test_what_was_lost_is_listed_and_what_runs_is_not(self, one: RequestProcess, two: RequestProcess) -> None:
         began = datetime.now(UTC) - timedelta(minutes=1)
         await hold(two.store, B)
@@ -281,7 +281,7 @@ class RequestStoreContract:
         assert (lost.since, lost.token) == (given_up.since, given_up.token)
         taken = await hold(two.store, A)
         assert taken.since == lost.since
-        for _ in range(2):  # while it runs; and once it is lost again, when the second run is to be asked about
+        for _ in range(2):  # while it runs; then lost again, when a decision must name the second run
             assert not await two.store.settle_lost(lost, CREATED, by="ann")
             assert not await two.store.release_lost(lost, by="ann")
             assert await one.store.peek(A.key) == Record(State.PROCESSING, A.fingerprint)
@@ -310,7 +310,7 @@ class RequestStoreContract:
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            if turns:  # else it was never asked for
+            if turns:  # otherwise the completion was never requested
                 await until_completed(two.store, claim)
 
     async def test_a_record_counts_until_it_expires(self, one: RequestProcess, two: RequestProcess) -> None:
@@ -333,7 +333,7 @@ class RequestStoreContract:
 
 
 def never() -> None:
-    """No lease is lost."""
+    """For stores that lose no lease."""
 
 
 replace_claim: Final = msgspec.structs.replace
@@ -346,7 +346,7 @@ async def hold(store: RequestStore, claim: Claim) -> Held:
 
 
 async def until_held(store: RequestStore, claim: Claim) -> Held:
-    """As soon as it can be had."""
+    """Claim the key as soon as it is free."""
     async with asyncio.timeout(PATIENCE):
         while True:
             with suppress(StoreUnavailable):

@@ -1,4 +1,4 @@
-"""An app with what a test lends it."""
+"""An app with the resources and brokers of a test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from idemconsumer.settings import Settings
 from idemconsumer.user_code.resources import Resource
 from idemconsumer.worker.worker import Surroundings
 
-# A worker relays to brokers that have an address; nobody connects there.
+# A worker relays only to brokers that have an address. No connection is made to these addresses.
 NOWHERE: Final[Mapping[str, Any]] = {
     "kafka": "127.0.0.1:1",
     "rabbitmq": "amqp://127.0.0.1:1/",
@@ -24,8 +24,8 @@ NOWHERE: Final[Mapping[str, Any]] = {
 
 @contextmanager
 def lent(app: App, resources: Mapping[type, object], around: Surroundings) -> Iterator[None]:
-    """The app with `resources` in the places of those of its own that have their types. `around` makes the broker of
-    each scheme, but for Postgres, which is real."""
+    """Give the app `resources` in place of its own of the same types. `around` makes the broker of each scheme except
+    Postgres, which is real."""
 
     def connected(scheme: str, settings: Settings) -> Broker:
         return connect(scheme, settings) if scheme == "postgres" else around.connect(scheme, settings)

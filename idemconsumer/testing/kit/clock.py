@@ -1,4 +1,4 @@
-"""Time, as a kit moves it: the clock of its database and that of its event loop, by the same seconds."""
+"""The time of a kit: moves the clocks of its database and of its event loop by the same seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psycopg
 from idemconsumer.errors import ConfigurationError
 
 Connection: TypeAlias = psycopg.AsyncConnection[tuple[Any, ...]]
-# One message to the server. Of what lives while the clock is moved the time does not run out: nobody could renew it.
+# Sent as one message. Leases and visibility timeouts of live workers move along: their owners could not renew them.
 _MOVE: Final = """begin;
 lock table idemconsumer.worker, idemconsumer.process, idemconsumer.queue in access exclusive mode;
 update idemconsumer.worker set until = until + interval '{by:.6f} seconds' where until > clock_timestamp();
@@ -21,7 +21,7 @@ update idemconsumer.queue set visible_at = visible_at + interval '{by:.6f} secon
 select setval('idem_kit.moved', coalesce(pg_sequence_last_value('idem_kit.moved'), 0) + ({by:.6f} * 1000000)::bigint);
 commit
 """
-# Asked for without the event loop, which so sends nothing meanwhile.
+# Queried without the event loop, so that the loop sends nothing meanwhile.
 _AT_WORK: Final = b"""
 select from pg_stat_activity
 where datname = current_database() and backend_type = 'client backend' and state = 'active' and pid <> pg_backend_pid()
@@ -31,7 +31,7 @@ _LONGEST: Final = 5.0  # seconds
 
 
 class _LoopTime:
-    """Takes the place of `loop.time`, and never goes back."""
+    """Replaces `loop.time`. It never goes backwards."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -42,16 +42,16 @@ class _LoopTime:
 
 
 def take() -> None:
-    """Before anything has asked the loop for its clock: who has the former one would see no move, and wait for nothing
-    again and again."""
+    """Replace the loop's clock. This must come before any code keeps a reference to the former clock: such code would
+    not notice a move, and would poll in vain."""
     loop: Any = asyncio.get_running_loop()
     if not isinstance(loop.time, _LoopTime):
-        with suppress(AttributeError):  # uvloop's
+        with suppress(AttributeError):  # uvloop does not allow it
             loop.time = _LoopTime(loop.time)
 
 
 async def move(connection: Connection, seconds: float) -> None:
-    """`seconds` pass at once. Raises ConfigurationError under a loop whose clock cannot be moved."""
+    """Let `seconds` pass at once. Raises ConfigurationError under a loop whose clock cannot be moved."""
     loop: Any = asyncio.get_running_loop()
     if not isinstance(loop.time, _LoopTime):
         raise ConfigurationError(
@@ -63,8 +63,8 @@ async def move(connection: Connection, seconds: float) -> None:
 
 
 async def _answered(connection: Connection) -> None:
-    """Wait until the server has answered everybody, such as a worker that prunes: what they wait for would be cut off,
-    since the answer would be late by as much as the clock moves."""
+    """Wait until the server has answered all statements in progress, such as those of a worker that prunes. Otherwise
+    they would be cut off: their answers would seem late by as much as the clock moves."""
     until = time.monotonic() + _LONGEST
     while connection.pgconn.exec_(_AT_WORK).ntuples and time.monotonic() < until:
         await asyncio.sleep(_PAUSE)

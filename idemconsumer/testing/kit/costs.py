@@ -1,4 +1,4 @@
-"""What messages cost: the statements, round trips and commits of workers for them, as docs/protocol.md has it."""
+"""The cost of messages: statements, round trips and commits of workers for them, as defined in docs/protocol.md."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _BESIDE: Final = (Point.RELAYING, Point.RELAYED)
 
 
 def passing(point: Point | SagaPoint) -> None:
-    """What this task asks of the database from now on is for messages. What workers do beside that, such as being on
-    record or pruning, passes no point."""
+    """Count the statements of this task from now on as statements for messages. Other work of a worker, such as
+    registering itself or pruning, passes no point."""
     if point not in _BESIDE:
         _FOR_MESSAGES.set(True)
 
 
 @dataclass
 class Cost:
-    """`statements`: how many the server answered, COMMIT among them. `round_trips`: how often it was waited for."""
+    """`statements`: those that the server answered, COMMIT included. `round_trips`: how often it was waited for."""
 
     statements: int = 0
     round_trips: int = 0
@@ -43,9 +43,9 @@ class Cost:
 
 @contextmanager
 def counting() -> Iterator[Cost]:
-    """In this process, while the block runs: what there was so far, on the connections of handlers and sagas."""
+    """Count while the block runs, in this process, on the connections of handlers and sagas; always up to date."""
     cost = Cost()
-    asked = set[PGconn]()  # those on which an exchange for messages is under way; its end is read in no task's context
+    asked = set[PGconn]()  # those with an exchange for messages in progress; its end has no task's context
 
     def count(pgconn: PGconn, results: Sequence[PGresult | None]) -> None:
         if pgconn in asked:
@@ -92,7 +92,7 @@ def counting() -> Iterator[Cost]:
         return result
 
     def sent_ahead(self: Ahead, last: Sequence[tuple[Any, bytes]] = (), *given: Any) -> Any:
-        expected = dict.fromkeys(each for each in self._expected if each is not None)  # one that is prepared is twice
+        expected = dict.fromkeys(each for each in self._expected if each is not None)  # a prepared one is there twice
         yield from answers(self, last, *given)
         count(self._pgconn, [each.result for each in (*expected, *(each for each, _ in last))])
 
@@ -102,9 +102,9 @@ def counting() -> Iterator[Cost]:
 
     with ExitStack() as stack:
         for owner, name, seen in (
-            (Engine, "run", within(Engine.run, True)),  # before the first point: the claim counts too
+            (Engine, "run", within(Engine.run, True)),  # counted before the first point, so the claim counts too
             (LeasedEngine, "run", within(LeasedEngine.run, True)),
-            (Pool, "scope_ids", within(Pool.scope_ids, False)),  # once for a process, or for a connection
+            (Pool, "scope_ids", within(Pool.scope_ids, False)),  # once per process or connection
             (Connection, "_exchange", exchanged),
             (Connection, "_simple", simple_query),
             (Connection, "_exec_command", of_psycopg),

@@ -1,8 +1,8 @@
-"""Databases for tests: each a copy of one that was migrated once, and whose clock can be moved.
+"""Databases for tests: copies of a database that was migrated once, with a clock that can be moved.
 
-The functions that tell the time are renamed in the template, and others take their names, which add what the clock was
-moved by. So all SQL, a default of a column too, sees the moved time; but for `current_timestamp` and `localtimestamp`,
-which are no functions.
+The time functions are renamed in the template, and new functions with their names add the moved seconds. So all SQL,
+column defaults included, sees the moved time. Exceptions are `current_timestamp` and `localtimestamp`, which are not
+functions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCHEMA: Final = "idemconsumer"
 VARIABLE: Final = "IDEMCONSUMER_TEST_DSN"
 Setup = Callable[[str], object] | LiteralString | None
 _MEMORY: Final = Path("/dev/shm")
-_ROOM: Final = 2**30  # bytes; a server with a few databases has a tenth of it
+_ROOM: Final = 2**30  # bytes; a server with a few databases needs a tenth of it
 _COPY: Final = "create database {} template {} strategy {}"
 _END: LiteralString = "select pg_terminate_backend(pid, 5000) from pg_stat_activity where datname = %s"
 _TIMES: Final = {"clock_timestamp": "volatile", **dict.fromkeys(("now", "statement_timestamp"), "stable")}
@@ -48,8 +48,8 @@ create function pg_catalog.{0}() returns timestamptz language sql {1} parallel s
         + coalesce(pg_catalog.pg_sequence_last_value('idem_kit.moved'), 0) * interval '1 microsecond'
 $$;
 """
-# No worker prunes: the kit does, when it has moved the time. And what is published to a queue of Postgres is put on
-# record: a row of the queue is gone once it is settled.
+# Workers do not prune; the kit does after it has moved the time. Messages published to a Postgres queue are also
+# recorded, since a row of the queue is deleted once it is settled.
 _MIGRATED: Final = """
 update idemconsumer.upkeep set until = 'infinity';
 alter function idemconsumer.publish_bytes(text, bytea, text, jsonb, interval) set schema idem_kit;
@@ -69,7 +69,7 @@ $$;
 
 
 class Databases:
-    """Of one run of tests. Not for several threads."""
+    """The databases of one test run. Not thread-safe."""
 
     def __init__(self) -> None:
         self._server: EmbeddedPostgres | None = None
@@ -77,7 +77,7 @@ class Databases:
         self._dsn = ""
         self._working = ThreadPoolExecutor(1, "idem-databases")
         self._templates: dict[Setup, str] = {}
-        self.locks = 0  # of the server: the templates were looked at, and their copies need not be
+        self.locks = 0  # the number of locks of the server; the templates were checked, so their copies need no check
         self._next: dict[str, Future[str]] = {}
         self._made: set[str] = set()
 
@@ -88,13 +88,13 @@ class Databases:
                 dsn = self._server.start()
         self._dsn = dsn
         self._admin = psycopg.connect(dsn, autocommit=True)
-        if self._server is not None:  # else each connection proves with 4,096 rounds that it knows the password
+        if self._server is not None:  # otherwise each connection would prove its password with 4,096 rounds
             role, password = self._admin.info.user, self._admin.info.password
             change = sql.SQL("alter role {} password {}")
             self._admin.execute(change.format(sql.Identifier(role), sql.Literal(password)))
 
     def _template_of(self, setup: Setup) -> str:
-        """Raises EmbeddedUnavailable, and ConfigurationError for a server that cannot be used."""
+        """The template with this setup. Raises EmbeddedUnavailable, and ConfigurationError for an unusable server."""
         if setup not in self._templates:
             try:
                 if self._admin is None:
@@ -126,19 +126,19 @@ class Databases:
         if callable(setup):
             setup(address)
         self.locks = asyncio.run(check_database(address, SCHEMA))
-        self._admin.execute(_END, (template,))  # a pool that the setup left open
+        self._admin.execute(_END, (template,))  # the setup may have left a pool open
         return template
 
     def one(self, setup: Setup) -> str:
-        """The address of a new database; the next one is made meanwhile. `setup` makes tables of the user's own: SQL,
-        or a function that is given the address of the database which is copied."""
+        """The address of a new database; the next one is prepared meanwhile. `setup` creates the user's own tables:
+        SQL, or a function that gets the address of the template."""
         template = self._template_of(setup)
         given = self._next.get(template) or self._working.submit(self._copy, template)
         self._next[template] = self._working.submit(self._copy, template)
         return given.result()
 
     def drop(self, dsn: str) -> None:
-        """It is not needed any more."""
+        """Drop a database that is not needed any more."""
         self._working.submit(self._drop, str(psycopg.conninfo.conninfo_to_dict(dsn)["dbname"]))
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class Databases:
     def _copy(self, template: str) -> str:
         assert self._admin is not None
         name = f"idem_{secrets.token_hex(6)}"
-        # A copy of files is followed by two checkpoints, which take longest where an fsync is one.
+        # A copy of files causes two checkpoints, which are slow where an fsync takes time. Our own server is in memory.
         strategy = sql.SQL("wal_log" if self._server is None else "file_copy")
         self._admin.execute(sql.SQL(_COPY).format(sql.Identifier(name), sql.Identifier(template), strategy))
         self._made.add(name)
@@ -168,7 +168,7 @@ class Databases:
 
 @contextmanager
 def _in_memory() -> Iterator[None]:
-    """A server that is started here has its files in memory if there is room, where an fsync costs nothing."""
+    """Let a server that is started here keep its files in memory, if there is room: an fsync takes no time there."""
     before, place = tempfile.tempdir, None
     if "TMPDIR" not in os.environ and before is None and os.access(_MEMORY, os.W_OK):
         room = os.statvfs(_MEMORY)

@@ -1,4 +1,4 @@
-"""A client of an ASGI app in this process, which is started and ended around it."""
+"""A client of an ASGI app in this process, which also starts the app and shuts it down."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def client_of(asgi_app: Any, base_url: str) -> AsyncIterator[httpx.AsyncClient]:
-    """Raises ConfigurationError without httpx, and what the app raises at its start."""
+    """The client. Raises ConfigurationError if httpx is missing, and what the app raises at its start."""
     try:
         import httpx
     except ImportError:
@@ -29,13 +29,13 @@ async def client_of(asgi_app: Any, base_url: str) -> AsyncIterator[httpx.AsyncCl
 
 @asynccontextmanager
 async def _living(asgi_app: Any) -> AsyncIterator[None]:
-    """Started, and ended behind the block; an app without a lifespan has nothing of both."""
+    """Run the lifespan of the app around the block. An app without a lifespan has no start and no end."""
     orders, answers = asyncio.Queue[Mapping[str, Any]](), asyncio.Queue[Mapping[str, Any]]()
     scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": {}}
     running = asyncio.ensure_future(asgi_app(scope, orders.get, answers.put))
 
     async def answered(what: str) -> bool:
-        """Whether it has; it may have left instead."""
+        """Whether the app has answered; it may have returned instead."""
         await orders.put({"type": f"lifespan.{what}"})
         answer = asyncio.ensure_future(answers.get())
         await asyncio.wait([answer, running], return_when=asyncio.FIRST_COMPLETED)

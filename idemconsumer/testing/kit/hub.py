@@ -1,4 +1,4 @@
-"""The brokers of the kit: queues and topics in memory, under the names that handlers consume and publish to."""
+"""The brokers of the kit: queues and topics in memory, under the names that handlers consume from and publish to."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LARGEST: Final = 4 * 1024 * 1024
 
 
 class Published(msgspec.Struct, frozen=True):
-    """A message that an app has published to `target`: its `body`, its `headers` and its `key`, which is the record key
-    of Kafka, else the message id."""
+    """A message that an app has published to `target`: its `body`, its `headers` and its `key` (for Kafka the record
+    key, else the message id)."""
 
     target: str
     body: bytes
@@ -32,13 +32,13 @@ class Published(msgspec.Struct, frozen=True):
 
     @property
     def json(self) -> Any:
-        """The body, decoded."""
+        """The decoded body."""
         return msgspec.json.decode(self.body)
 
 
 class Hub:
-    """All queues of a kit. A topic of Kafka keeps what was sent, and each consumer group reads it from the beginning;
-    of any other queue each message goes to one consumer."""
+    """All queues of a kit. A Kafka topic keeps its messages, and each consumer group reads it from the beginning. In
+    any other queue each message goes to one consumer."""
 
     def __init__(self) -> None:
         self.published: list[Published] = []
@@ -46,11 +46,11 @@ class Hub:
         self._copies = count(1)
         self._queues: dict[str, MemoryQueue] = {}
         self._topics: defaultdict[str, list[Message]] = defaultdict(list)
-        self._groups: dict[tuple[str, str], MemoryQueue] = {}  # by group and what it subscribes to, perhaps a pattern
+        self._groups: dict[tuple[str, str], MemoryQueue] = {}  # by group and subscription, which may be a pattern
         self._delayed: dict[asyncio.TimerHandle, None] = {}
 
     def queue(self, subscription: Subscription) -> MemoryQueue:
-        """Where a consumer reads."""
+        """The queue from which a consumer reads."""
         source = subscription.source
         if subscription.scheme != "kafka":
             return self._queues.setdefault(source, MemoryQueue())
@@ -62,7 +62,7 @@ class Hub:
         return queue
 
     def publish(self, scheme: str, name: str, messages: Sequence[Outgoing]) -> None:
-        """As an app does it. Raises what every broker of its kind raises for such a message."""
+        """Publish as an app does. Raises what every broker of this scheme raises for such a message."""
         for message in messages:
             check_sendable(scheme, name, message, LARGEST)
         for message in messages:
@@ -78,7 +78,7 @@ class Hub:
     def made(
         self, scheme: str, name: str, sent: Outgoing, properties: Mapping[str, str | int] = NO_PROPERTIES
     ) -> Message:
-        """The message as that broker delivers it."""
+        """The message as the broker of this scheme delivers it."""
         number, source, now = next(self._numbers), f"{scheme}:{name}", datetime.now(UTC)
         if scheme == "kafka":
             key = sent.record_key if sent.record_key is not None else None if sent.key is None else sent.key.encode()
@@ -101,7 +101,7 @@ class Hub:
         )  # fmt: skip
 
     def arrive(self, message: Message, *, before: int = 0) -> None:
-        """It is there for whoever consumes it. `before`: how often it was delivered, in a redelivery."""
+        """Make a message available to its consumers. `before`: how often it was delivered before, for a redelivery."""
         if not message.source.startswith("kafka:"):
             self._queues.setdefault(message.source, MemoryQueue()).put(next(self._copies), message, before)
             return
@@ -113,7 +113,7 @@ class Hub:
 
     @property
     def delayed(self) -> list[float]:
-        """When what was published with a delay arrives, on the loop's clock."""
+        """The times, on the loop's clock, at which delayed messages arrive."""
         return [timer.when() for timer in self._delayed]
 
     def _later(self, seconds: float, arrive: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""What the fixture `idem` is, and the kit that a test has of its apps: what it sends, and what it finds."""
+"""The fixture `idem`, and the Kit with which a test sends messages to its apps and inspects the results."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
     from idemconsumer.testing.matrix import MarkedTest
 
-_PAUSE: Final = 0.003  # seconds between two looks
-_SEEN_LATE: Final = 0.02  # seconds after which time is moved, to the next look of who should have seen it
-_STEP: Final = 0.3  # seconds, less than any statement may take
+_PAUSE: Final = 0.003  # seconds between two checks
+_SEEN_LATE: Final = 0.02  # seconds; then time moves on to the next poll of the code that should notice what is due
+_STEP: Final = 0.3  # seconds; shorter than any statement timeout
 _BEHIND: Final = 0.001  # seconds
-_APART: Final = 300  # moments
+_APART: Final = 300  # moments that `advance` keeps apart; later ones may be merged
 
 
 class NotQuiet(AssertionError):
-    """A kit that was being drained still works."""
+    """A kit that is being drained still has work in progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handled:
-    """The `outcome` of one run of a `message` by the `handler` of that name."""
+    """The `outcome` of one run of a `message` by the `handler` with that name."""
 
     handler: str
     message: Message
@@ -61,10 +61,10 @@ class Handled:
 
 
 class Kit:
-    """Apps at work in this test. The fixture `idem` makes it and closes it.
+    """Apps at work in this test. The fixture `idem` creates and closes it.
 
     The apps' own workers handle every message, in this event loop, with their claims in the test's own Postgres.
-    Brokers are in memory, whatever their scheme; `postgres:` is the queue in that Postgres.
+    Brokers are in memory, whatever their scheme; `postgres:` is a queue in that Postgres.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Kit:
         self._dsn = ""
 
     async def begin(self) -> Self:
-        """Called by the fixture."""
+        """Start the kit. Called by the fixture."""
         clock.take()
         self._dsn = await asyncio.to_thread(self._databases.one, self._setup)
         await self._connect()
@@ -104,7 +104,7 @@ class Kit:
                 self._connection = None
 
     async def close(self) -> None:
-        """Called by the fixture: the workers leave, and the database is dropped."""
+        """Stop the workers and drop the database. Called by the fixture."""
         try:
             await self._disconnect()
         finally:
@@ -121,7 +121,7 @@ class Kit:
 
     @property
     def dsn(self) -> str:
-        """The address of its database, which is new after a `reset`."""
+        """The address of the kit's database. A `reset` changes it."""
         return self._dsn
 
     async def rows(self, query: LiteralString, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
@@ -141,9 +141,9 @@ class Kit:
     ) -> None:
         """Send a message as a producer does: bytes as they are, anything else as JSON.
 
-        `key` is the record key of Kafka, elsewhere the message id. `properties` are RabbitMQ's, such as `reply_to`. The
-        message is handled beside the test; `drain` waits for that. Raises ConfigurationError for a source that no app
-        of this kit consumes, and for a message that no broker of its kind takes.
+        `key` is the record key for Kafka, otherwise the message id. `properties` are RabbitMQ's, such as `reply_to`.
+        The message is handled concurrently with the test; `drain` waits for that. Raises ConfigurationError for a
+        source that no app of this kit consumes, and for a message that no broker of this scheme accepts.
         """
         scheme, name = split_source(source)
         self._check(source)
@@ -162,8 +162,8 @@ class Kit:
         await self._arrive(message)
 
     async def redeliver(self, times: int = 1) -> None:
-        """Deliver each sent message `times` more, as a broker does that has received no acknowledgement. It is the same
-        message, marked as delivered before."""
+        """Deliver each sent message `times` more, like a broker that has received no acknowledgement. The message is
+        the same, marked as delivered before."""
         for before in range(1, times + 1):
             for message in self._sent:
                 await self._arrive(message, before)
@@ -188,11 +188,11 @@ class Kit:
 
     # ------------------------------------------------------------------------------------------------------------- wait
     async def drain(self, *, within: float = 30.0) -> Left:
-        """Wait until nothing is left to do now, in any app: messages, sagas, outbox, replies, dead letters, schedules.
+        """Wait until no app has work to do now: messages, sagas, outbox, replies, dead letters, schedules.
 
         Returns the work that waits for its time or for a person: retries, sleeps, delays, schedules. `advance` moves
         the time. Real time passes too, so work that is due within some seconds may or may not be done. Raises NotQuiet
-        after `within` seconds, and names what still works.
+        after `within` seconds, naming the work in progress.
         """
         began, calm_since = time.monotonic(), time.monotonic()
         events, calm = -1, 0
@@ -204,7 +204,7 @@ class Kit:
                 events, calm_since, calm = self._seen.events, now, 0
             if found.quiet:
                 calm += 1
-                if calm == 2:  # what one look has missed, since it moved on meanwhile, is seen by the next one
+                if calm == 2:  # one check may miss work that moves on meanwhile; the next check sees it
                     return found.left
             elif not found.busy and now - calm_since > _SEEN_LATE:
                 await clock.move(self._open, _STEP)
@@ -214,13 +214,13 @@ class Kit:
             await asyncio.sleep(_PAUSE)
 
     async def advance(self, duration: Duration, *, within: float = 60.0) -> Left:
-        """Let time pass, such as "3d", and do all work that falls due meanwhile, one moment after the other: retries,
-        sleeps, delays, schedules, timeouts, at last retention. Returns the work that is left, as `drain`.
+        """Let time pass, such as "3d", and do all work that becomes due meanwhile, one moment after the other: retries,
+        sleeps, delays, schedules, timeouts, and finally retention. Returns the work that is left, as `drain` does.
 
         This moves two clocks. The database's: `now()` in SQL gives the new time, but `current_timestamp` does not. The
-        event loop's: `asyncio.sleep` ends, but Python's `datetime.now()` stays. The first few hundred moments are kept
-        apart; some of those that follow may be merged into one. Raises NotQuiet as `drain`, after `within` seconds in
-        all.
+        event loop's: `asyncio.sleep` ends, but Python's `datetime.now()` does not change. The first few hundred moments
+        are kept apart; some of those that follow may be merged into one. Raises NotQuiet as `drain` does, after
+        `within` seconds in all.
         """
         seconds = passing = parse_duration(duration)
         began, moments = time.monotonic(), 0
@@ -237,11 +237,11 @@ class Kit:
         await prune_once(self._dsn, SCHEMA)
         return left
 
-    # ------------------------------------------------------------------------------------------------------------- find
+    # ---------------------------------------------------------------------------------------------------------- inspect
     @property
     def outcomes(self) -> list[Outcome]:
-        """The outcome of each run of a delivery, in order, retries and duplicates included. A saga that waits is
-        `busy`."""
+        """The outcome of each run of a delivery, in order, with retries and duplicates. The outcome of a saga that
+        waits is `busy`."""
         return [each.outcome for each in self._handled]
 
     @property
@@ -250,7 +250,7 @@ class Kit:
         return list(self._handled)
 
     async def published(self, target: str) -> list[Published]:
-        """Return the messages that the apps have published there, in order, whether or not they were handled since.
+        """Return the messages that the apps have published there, in order, even those that have been handled since.
         They include replies and forwarded dead letters, but not the messages that the test has sent."""
         scheme, name = split_destination(target)
         if scheme != "postgres":
@@ -259,8 +259,8 @@ class Kit:
         return [Published(target, bytes(body), headers or {}, key) for body, headers, key in rows]
 
     async def saga(self, key: str, *, handler: Handler[..., Any] | None = None, tenant: str | None = None) -> SagaSeen:
-        """Return the saga of this key, of whichever handler has it. Raises LookupError if none has it, or more than
-        one."""
+        """Return the saga with this key, whichever handler runs it. Raises LookupError if no handler has one, or more
+        than one."""
         found = await sagas_of(self._open, self._dsn, self._crew.apps, key, handler, tenant)
         if len(found) != 1:
             raise LookupError(
@@ -279,24 +279,25 @@ class Kit:
         return [letter async for letter in Admin(self._dsn, SCHEMA).export()][::-1]
 
     def http(self, asgi_app: Any, *, base_url: str = "http://test") -> AbstractAsyncContextManager[httpx.AsyncClient]:
-        """Open `async with kit.http(api) as client`: an httpx client that calls an ASGI app in this process, and starts
-        and ends it (lifespan). Its apps use the kit's database; `drain` does what they accept or publish."""
+        """Open `async with kit.http(api) as client`: an httpx client that calls an ASGI app in this process, and runs
+        its lifespan. Apps behind it use the kit's database; `drain` does the work that they accept or publish."""
         return client_of(asgi_app, base_url)
 
     def assert_commits(self, expected: int) -> AbstractAsyncContextManager[None]:
         """Put `async with kit.assert_commits(1):` around code that sends messages. It drains, and raises AssertionError
-        unless the workers made so many commits for these messages: effects, records, steps, attempts and dead letters.
-        Commits of the relay and of code outside of handlers do not count."""
+        unless the workers made exactly this number of commits for these messages: effects, records, steps, attempts and
+        dead letters. Commits of the relay and of code outside of handlers do not count."""
         return self._assert("commits", expected)
 
     def assert_statements(self, expected: int) -> AbstractAsyncContextManager[None]:
-        """Like `assert_commits`, for the statements that the workers sent for these messages: those of handlers and
-        steps, and those around them, BEGIN and COMMIT included. Taking messages from a queue does not count."""
+        """Like `assert_commits`, for the number of statements that the workers sent for these messages: those of
+        handlers and steps, and those around them, BEGIN and COMMIT included. Taking messages from a queue does not
+        count."""
         return self._assert("statements", expected)
 
     def assert_round_trips(self, expected: int) -> AbstractAsyncContextManager[None]:
-        """Like `assert_statements`, for how often the workers waited for an answer of the database. Statements whose
-        rows a handler never reads are sent without waiting after a few runs, so send some messages before."""
+        """Like `assert_statements`, for how often the workers waited for a result from the database. Statements whose
+        rows a handler never reads are pipelined after a few runs, so send some messages before."""
         return self._assert("round_trips", expected)
 
     @asynccontextmanager
@@ -329,7 +330,7 @@ class Idem:
     async def __call__(self, *apps: App, resources: Mapping[type, object] | None = None) -> Kit:
         """Start these apps. `resources` replace, by type, those that `@app.resource` would make.
 
-        Raises ConfigurationError for an app that no worker could run, and EmbeddedUnavailable without a Postgres.
+        Raises ConfigurationError for an app that no worker could run, and EmbeddedUnavailable if there is no Postgres.
         """
         if asyncio.get_running_loop() is not self._loop:
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""A client of the kit's brokers, as a worker uses it: `ports.Broker` over `hub.Hub`."""
+"""A client of the kit's brokers for workers: `ports.Broker` over `hub.Hub`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from idemconsumer.testing.kit.hub import Hub
 
 
 class KitBroker:
-    """Of one scheme, over a hub that other clients have too. What a session leaves unsettled comes again, in order."""
+    """The broker of one scheme, over a hub shared with other clients. Unsettled messages come again, in order."""
 
     hands_over = False
 
@@ -53,11 +53,11 @@ class KitBroker:
         return [Finding("ok", subscription.source, "in memory: for tests only")]
 
     async def close(self) -> None:
-        """What the hub has stays."""
+        """Does nothing: the hub keeps its messages."""
 
 
 class KitSession(MemorySession):
-    """See `ports.Session`. As the broker of its scheme delivers."""
+    """See `ports.Session`. Delivers like the broker of its scheme."""
 
     longest = 0.1
 

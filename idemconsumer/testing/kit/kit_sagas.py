@@ -1,4 +1,4 @@
-"""The sagas of a kit, as a test asks for them."""
+"""The sagas of a kit, for queries by a test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from idemconsumer.testing.kit.databases import SCHEMA
 @dataclass(frozen=True, slots=True)
 class SagaSeen:
     """A saga at this moment. `state`: processing, undoing, completed, failed or dead. `result`: its return value, or
-    its rejection. `steps`: the names of the finished steps, in the order of their starts. `status` has the whole
+    its rejection. `steps`: the names of the finished steps, in the order of their starts. `status`: the whole
     record."""
 
     state: str
@@ -37,7 +37,7 @@ async def sagas_of(
     handler: Handler[..., Any] | None,
     tenant: str | None,
 ) -> dict[str, SagaSeen]:
-    """Those of this key, by `app/handler`."""
+    """The sagas with this key, by `app/handler`."""
     found: dict[str, SagaSeen] = {}
     admin = SagaAdmin(dsn, SCHEMA)
     for app in apps:

@@ -1,4 +1,4 @@
-"""The apps of a kit at work: their own workers in the test's event loop, over the kit's brokers and its database."""
+"""The apps of a kit at work: their own workers in the test's event loop, with the kit's brokers and its database."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from idemconsumer.testing.matrix import MarkedTest
 
 _LANES: Final = 4
-_NEVER: Final = 1e9  # seconds: the kit prunes, when it has moved the time
+_NEVER: Final = 1e9  # seconds; the kit itself prunes after it has moved the time
 
 
 class Seen:
-    """An observer: each outcome, and how much has happened so far."""
+    """An Observer that records each outcome, and counts events."""
 
     def __init__(self, ended: Callable[[str, Message, Outcome], None]) -> None:
         self.events = 0
@@ -49,12 +49,12 @@ class Seen:
 
 
 class KitWorkers:
-    """From `begin` to `end` the apps are the kit's: `app.start`, `app.publish` and all others go to its database and
-    its brokers too."""
+    """The workers of the kit's apps. From `begin` to `end`, all calls of the apps, such as `app.start` and
+    `app.publish`, also go to the kit's database and brokers."""
 
     def __init__(self, apps: Sequence[App], resources: Mapping[type, object], hub: Hub, seen: Seen) -> None:
-        """`resources` take the places of those that the apps would make. Raises ConfigurationError for one that no
-        app has."""
+        """`resources` replace those that the apps would make. Raises ConfigurationError for a resource that no app
+        has."""
         known = {type for app in apps for type in app._resources}
         if unknown := [type.__name__ for type in resources if type not in known]:
             raise ConfigurationError(
@@ -73,8 +73,8 @@ class KitWorkers:
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def begin(self, dsn: str, locks: int) -> None:
-        """Their workers start beside this, in a database that has so many `locks`. Raises ConfigurationError for an app
-        that no worker can run."""
+        """Start the workers, which run concurrently, on a database whose server has `locks` locks. Raises
+        ConfigurationError for an app that no worker can run."""
         settings = _settings(dsn)
         around = Surroundings(self._broker, _stuck, settings, locks)
         for app in self.apps:
@@ -82,12 +82,12 @@ class KitWorkers:
             if app.handlers:
                 self.workers[app.name] = worker = app.worker(settings, self._seen)
                 for each in (each for handler in worker.handlers for each in handler.subscriptions):
-                    self._hub.queue(each)  # there before the first message, as a group that has consumed before
+                    self._hub.queue(each)  # before the first message, like a group that has consumed before
                 self.schedules += [(app.name, each) for each in app.schedules(worker.handlers)]
                 self._running[app.name] = asyncio.create_task(worker.run(), name=f"idem {app.name}")
 
     async def disturb(self, marked: MarkedTest, message: Message, dsn: str) -> None:
-        """Run the app that consumes it through the crash matrix. To be called between `end` and `begin`."""
+        """Run the app that consumes the message through the crash matrix. Only between `end` and `begin`."""
         consumer = next(
             app for app in self.apps for each in app.handlers.values()
             if any(consumes(source, message.source) for source in each.plan.sources)
@@ -95,14 +95,15 @@ class KitWorkers:
         await marked.run(consumer, message, _settings(dsn), self._resources, dsn)
 
     def check(self) -> None:
-        """Raise what has ended a worker before its time."""
+        """Raise the error of a worker that has ended before its time."""
         for app, task in self._running.items():
             if task.done():
                 task.result()
                 raise ConfigurationError(f"the worker of app {app!r} has ended too early")
 
     async def end(self) -> None:
-        """What runs is rolled back: nobody looks at it any more. Raises what has ended a worker before."""
+        """Stop the workers and roll back what runs: the test is over. Raises the error of a worker that ended
+        before."""
         for task in self._running.values():
             if not task.done():
                 task.cancel()
@@ -125,5 +126,6 @@ def _settings(dsn: str) -> Settings:
 
 
 def _stuck(place: str) -> None:
-    """As in a debugger. A worker elsewhere would leave, for others to go on; the test has only this process."""
+    """Does nothing, so that a test can stop in a debugger. A production worker would exit here, so that others go on;
+    the test has only this process."""
     log.warning("event loop blocked", where=place)

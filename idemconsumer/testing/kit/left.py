@@ -1,4 +1,4 @@
-"""What a kit still has to do: now, later, or only once a person decides."""
+"""The work that a kit still has: now, later, or only once a person decides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from idemconsumer.worker.worker import Worker
 
 _UNITS: Final = {"d": 86_400, "h": 3_600, "m": 60}  # seconds
 _NEVER: Final = 50 * 365 * 86_400.0  # seconds: a wait without a timeout ends in a hundred years
-# What, how many, and in how many seconds the first of them is due; null: once a person decides.
+# Columns: the kind of work, how many, and in how many seconds the first is due (null: once a person decides).
 _WAITING: Final[LiteralString] = """
 with clock as materialized (select clock_timestamp() as now)
 select what, count(*), (extract(epoch from min(at) - (select now from clock)))::float8 from (
@@ -43,7 +43,7 @@ _RUNNING: Final[LiteralString] = "select key from idemconsumer.saga where key = 
 
 @dataclass(frozen=True, slots=True)
 class LeftWaiting:
-    """`count` of `what` wait, the first of them for `due` seconds; None: until a person, or a signal, comes."""
+    """`count` of `what` wait; the first is due in `due` seconds, or, with None, once a person or a signal comes."""
 
     what: str
     count: int
@@ -76,13 +76,13 @@ class Left:
 
     @property
     def due(self) -> float | None:
-        """The seconds until the first of it is due."""
+        """The seconds until the first piece of work is due."""
         return min((each.due for each in self.waiting if each.due is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class KitState:
-    """`busy`: what works on something now. `late`: what is due, and nobody has seen so far. `left`: the rest."""
+    """`busy`: workers with work in progress. `late`: due work that no worker has noticed yet. `left`: the rest."""
 
     busy: tuple[str, ...]
     late: tuple[LeftWaiting, ...]
@@ -90,7 +90,7 @@ class KitState:
 
     @property
     def quiet(self) -> bool:
-        """Whether there is nothing to do now."""
+        """Whether no work is left to do now."""
         return not self.busy and not self.late
 
     def __str__(self) -> str:
@@ -101,8 +101,8 @@ class KitState:
 async def state(
     connection: Connection, workers: Mapping[str, Worker], schedules: Sequence[tuple[str, Schedule]], hub: Hub
 ) -> KitState:
-    """Of all workers, by the names of their apps. What is left is asked for only while none of them works: the answer
-    would be out of date, and takes time from them."""
+    """The state of all workers, given by the names of their apps. The remaining work is queried only while no worker is
+    busy: otherwise the answer would be out of date, and the query would take time from them."""
     standing = {app: await worker.standing() for app, worker in workers.items()}
     if busy := [f"app {app!r}" for app, its in standing.items() if its.busy]:
         return KitState(tuple(busy), (), Left(()))
@@ -143,7 +143,7 @@ def _queues(worker: Worker) -> list[str]:
 
 
 async def _slots(connection: Connection, schedules: Sequence[tuple[str, Schedule]]) -> list[LeftWaiting]:
-    """When schedules start their next sagas."""
+    """When the schedules start their next sagas."""
     if not schedules:
         return []
     rows: list[tuple[Any, ...]] = await (await connection.execute(_SCHEDULES)).fetchall()
