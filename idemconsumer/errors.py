@@ -98,7 +98,7 @@ class Reject(IdemConsumerError):
 
     def __init__(self, code: str, body: object = None, *, status: int | None = None) -> None:
         if status is not None and status not in range(400, 600):
-            raise ValueError(f"status={status!r}: write an HTTP status that says no, such as 409 or 422")
+            raise ValueError(f"status={status!r}: write an HTTP error status, such as 409 or 422")
         super().__init__(code)
         self.code = code
         self.body = body

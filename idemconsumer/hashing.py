@@ -42,7 +42,7 @@ class Hashing:
             raise ConfigurationError("settings: this process has other `key_secrets` already; one process has one list")
         if self._used:
             raise ConfigurationError(
-                "settings: `key_secrets` come too late, since keys have been hashed without them in this process; "
+                "settings: `key_secrets` were set too late: keys have been hashed without them in this process; "
                 "write them where all apps of the process read their settings, such as IDEMCONSUMER_KEY_SECRETS"
             )
         self.secrets = secrets
@@ -51,8 +51,8 @@ class Hashing:
         """Hash with the data key of the opened schema. Raises ConfigurationError if another one is used already."""
         if self.data_key is not None and self.data_key != data_key:
             raise ConfigurationError(
-                "database: this process uses a schema already whose keys are hashed with another data key; beside "
-                "`key_secrets` use one schema in a process"
+                "database: this process already uses a schema with another data key; with `key_secrets`, use one "
+                "schema per process"
             )
         self.data_key = data_key
 
@@ -64,8 +64,8 @@ class Hashing:
             return sha256(text).digest()
         if self.data_key is None:
             raise ConfigurationError(
-                "keys cannot be hashed yet: `key_secrets` is set, and what is hashed with comes from a schema that "
-                "this process has not opened; sagas are not used beside it"
+                "keys cannot be hashed yet: `key_secrets` is set, and the data key is in a schema that this process "
+                "has not opened; sagas cannot be used with `key_secrets`"
             )
         return hmac.digest(self.data_key, what + b"\0" + text, sha256)
 

@@ -45,6 +45,6 @@ class Opening:
     def _refuse(self) -> None:
         if self._closed:
             raise self._error(
-                "`close` came before this call had begun, so nothing was done; call it before `close`, or again "
+                "`close` was called before this call had begun, so nothing was done; call it before `close`, or again "
                 "after it"
             )

@@ -100,7 +100,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     * `log_level`: `debug`, `info`, `warning` or `error`.
     * `log_error_text`: no: the log has the types and places of errors, but not their texts.
     * `ops_port`: `[HOST:]PORT` where the launcher serves metrics and probes. Without it they are not served.
-    * `tracing`: follow messages in OpenTelemetry's traces.
+    * `tracing`: trace messages with OpenTelemetry.
     * `max_message_bytes`: larger messages (body, headers and record key together) become dead letters unparsed.
     * `max_bytes_in_hand`: how many bytes of messages one process may hold, of all sources together.
     * `prune_every`: the time between two pruning passes, of all workers of the schema together.

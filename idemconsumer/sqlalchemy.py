@@ -41,7 +41,7 @@ _ROLLBACK: Final = (
     "begin_nested() for a part of it"
 )
 _GIVEN_UP: Final = (
-    "the SQLAlchemy session failed or was closed before the end of its block, so it has given up what it had done, and "
+    "the SQLAlchemy session failed or was closed before the end of its block, so its changes are lost, and "
     "the message's transaction can only roll back; let the error pass, or put what may fail into begin_nested()"
 )
 _OVER: Final = "the SQLAlchemy session was used after its block had ended; use it inside of `async with session(tx)`"

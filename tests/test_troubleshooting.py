@@ -8,6 +8,7 @@ import re
 from idemconsumer.admin.hints import _HINTS
 from manual.events import events
 from manual.sources import parsed
+from manual.tables import REASONS_SAY
 from tests.support import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
@@ -31,9 +32,11 @@ def test_no_line_is_there_that_is_not_logged() -> None:
     assert listed - events().keys() == set()
 
 
-def test_each_reason_is_there_with_its_hint() -> None:
-    listed = {row[0].strip("| `"): row[1].removesuffix(" |").replace("\\|", "|") for row in ROWS if len(row) == 2}
-    assert listed == _HINTS
+def test_each_reason_is_there_with_its_meaning_and_its_hint() -> None:
+    about = PAGE[PAGE.index("## Dead letters") : PAGE.index("## Errors in your code")].splitlines()
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in about if line.startswith("| `")]
+    listed = {reason.strip("`"): (meaning, hint.replace("\\|", "|")) for reason, meaning, hint in rows}
+    assert listed == {reason: (REASONS_SAY[reason], hint) for reason, hint in _HINTS.items()}
 
 
 def test_each_error_exists() -> None:

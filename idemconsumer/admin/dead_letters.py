@@ -173,7 +173,7 @@ class Admin:
         if is_unnamed(handler):
             method = handler.partition(" ")[0]
             raise ConfigurationError(
-                f"{handler!r} stands for all unnamed routes, and their keys belong to their paths; write"
+                f"{handler!r} stands for all undeclared routes, whose keys are stored by path; write"
                 f" the method and path of the request, such as '{method} /orders/7'"
             )
         scopes = [row["name"] for row in await self._sql.rows("scopes")]

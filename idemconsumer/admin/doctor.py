@@ -90,7 +90,10 @@ def _workers(workers: Sequence[WorkerLine]) -> Iterator[Finding]:
     for line in workers:
         who = f"worker {line.host}:{line.pid} of {line.app}"
         if line.state == UNRECORDED:
-            yield _warning(who, "is not on record: a program that runs sagas itself and obeys no pause and no drain")
+            yield _warning(
+                who,
+                "is not on record: it is a program that runs sagas itself, and `pause` and `drain` do not affect it",
+            )
         elif not line.live and (line.app, line.host, line.place) not in places:
             yield _warning(
                 who,
@@ -102,7 +105,8 @@ def _workers(workers: Sequence[WorkerLine]) -> Iterator[Finding]:
         if len(versions) > 1:
             yield _warning(
                 f"workers of {app}",
-                f"run idemconsumer {' and '.join(versions)}, which is meant for the time of a deployment; finish it",
+                f"run idemconsumer {' and '.join(versions)}, which is normal only during a deployment; finish the "
+                "deployment",
             )
 
 
@@ -120,8 +124,8 @@ async def _left(send: Sender, app: str | None) -> AsyncIterator[Finding]:
         if app in (None, of):
             yield _warning(
                 f"requests of {of}/{handler}",
-                f"{_counted(row.requests)} were begun by processes that are gone, the first at "
-                f"{row.oldest:%Y-%m-%d %H:%M}, and have not come again; it is not known how far they got: "
+                f"{_counted(row.requests)} were begun by processes that have ended, the first at "
+                f"{row.oldest:%Y-%m-%d %H:%M}, and clients have not sent them again; their outcome is unknown: "
                 f"`idemconsumer keys list --handler {handler} --state processing` lists them, and "
                 "`keys release` makes a key new",
             )
@@ -151,8 +155,8 @@ def _queues(found: Status) -> Iterator[Finding]:
         if each.handler is None:
             yield _warning(
                 subject,
-                f"{_counted(messages)} messages wait, and no live worker on record reads it; start one, or bring "
-                "the handler back",
+                f"{_counted(messages)} messages wait, and no live worker on record reads it; start one, or restore "
+                "the handler in the code",
             )
         elif each.overdue is not None and each.overdue > _OVERDUE:
             yield _warning(
@@ -182,7 +186,7 @@ def _outbox(found: Status) -> Iterator[Finding]:
             instead = (
                 "run a handler that forwards its dead letters there, or `idemconsumer outbox discard` them"
                 if scheme == "postgres"
-                else f"give one the address (IDEMCONSUMER_{scheme.upper()})"
+                else f"set IDEMCONSUMER_{scheme.upper()} for a worker"
             )
             yield _warning(
                 subject,

@@ -71,7 +71,7 @@ def _problem(group: WaitingSagas, app: str, sagas: Sagas, *, served: bool) -> st
         if served or known:
             return None
         return (
-            f"{group.sagas} sagas of app {group.app!r} that others have started wait to begin, but no worker runs it; "
+            f"{group.sagas} sagas of app {group.app!r}, started by other sagas, wait to begin, but no worker runs it; "
             f"{renamed}, or bring it back, since sagas that have not begun cannot be moved"
         )
     move = f"`idemconsumer sagas move {group.app}/{group.handler} APP/HANDLER` gives them to another handler"

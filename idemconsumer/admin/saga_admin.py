@@ -72,7 +72,7 @@ class SagaAdmin:
         if not found:
             unknown = None if handler is None else await unknown_handler(self._sql.dsn, self._sql.schema, handler)
             raise ConfigurationError(
-                unknown or f"there is no record for {what}; `idemconsumer sagas list` shows what runs"
+                unknown or f"there is no record for {what}; `idemconsumer sagas list` shows running sagas"
             )
         return only(found, what, "records")
 

@@ -87,7 +87,7 @@ class Statements:
                 raise cause from error
             if not isinstance(error, psycopg.OperationalError):
                 raise
-            what = "cannot be reached" if error.sqlstate is None else "has not done it"
+            what = "cannot be reached" if error.sqlstate is None else "did not execute it"
             raise StoreUnavailable(f"the database {what}: {error_text(error)}") from error
 
     @asynccontextmanager

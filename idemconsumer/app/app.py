@@ -192,7 +192,7 @@ class App(SagaCalls, Accepting, Pausing):
         def scheduled(handler: Handler[P, R], /) -> Handler[P, R]:
             if not self._has(handler) or not handler.plan.signature.needs_saga:
                 raise ConfigurationError(
-                    f"app {self.name!r}: @app.every is not above a saga of this app; write it above "
+                    f"app {self.name!r}: @app.every does not decorate a saga of this app; write it above "
                     "@app.idempotent_handler(…) of a function that takes Saga"
                 )
             schedule = checked_schedule(Schedule(name or handler.name, expression, timezone, catch_up, handler.name))

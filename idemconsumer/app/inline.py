@@ -40,6 +40,7 @@ _NESTED: Final = (
 _PASS_ON: Final = (
     "give the message to app.publish(…, tx=tx) or app.start(…, tx=tx), which commit it with this transaction"
 )
+_BEFORE: Final = "read it before app.process, and pass it to the handler"
 _WITH_TX: Final = "give it tx=tx, so that it is part of this transaction"
 _MAX_ATTEMPTS: Final = 10_000  # keys; beyond that, the counts of the oldest keys are forgotten
 
@@ -169,7 +170,7 @@ class InlineRunner:
 
     async def result(self, digest: bytes, wait: float) -> Outcome:
         """The outcome in the key's record, once it is final or `wait` seconds have passed."""
-        self._refuse_nested("a result", "result", "read it before, and pass it on")
+        self._refuse_nested("a result", "result", _BEFORE)
         record = await self._results.over(digest, wait) if wait else None
         if record is None:
             (record,) = await self._store.peek([digest])
@@ -186,7 +187,7 @@ class InlineRunner:
 
     async def standing(self, digest: bytes, scope: str) -> AcceptedStanding | None:
         """The record of a key in this scope."""
-        self._refuse_nested("a key", "accepted", "read it before, and pass it on")
+        self._refuse_nested("a key", "accepted", _BEFORE)
         return await look_up(self._store.pool, digest, scope)
 
     async def signal(self, signal: Signal) -> Signalled:

@@ -129,11 +129,13 @@ def _ordered(message: Message, scheme: str, name: str, order: str) -> Message:
 
 def _check(bound: BoundHandler, call: Call, key: str, tenant: str | None) -> None:
     if call.key != key:
-        raise BadMessage("key_differs", f"its handler would find another key than the given one by {bound.key_rule}")
+        raise BadMessage(
+            "key_differs", f"by {bound.key_rule} its handler would find a different key from the given one"
+        )
     if call.tenant != tenant:
         spec = bound.plan.tenant_spec
         rule = "it has no `tenant` rule" if spec is None else describe(spec)
-        raise BadMessage("tenant_differs", f"its handler would find another tenant than the given one: {rule}")
+        raise BadMessage("tenant_differs", f"its handler would find a different tenant from the given one: {rule}")
 
 
 def _without_token(call: Call) -> Call:

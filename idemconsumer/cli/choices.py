@@ -52,10 +52,10 @@ class Choice:
         """Exit 1 if ids or options were given and nothing matches: a script that misspells a handler must notice."""
         ids = set(getattr(given, "ids", ()))
         if found and (missing := len(ids) - found) > 0:
-            click.echo(f"left: {missing} of these ids; no {self._thing} that this applies to has them", err=True)
+            click.echo(f"skipped {missing} of these ids: no matching {self._thing} has them", err=True)
         if found or not (ids or any(getattr(given, name) is not None for name in self._names)):
             return
-        click.echo(f"no {self._thing} is chosen by this", err=True)
+        click.echo(f"no {self._thing} matches", err=True)
         for line in await _unknown(given):
             click.echo(line, err=True)
         raise click.exceptions.Exit(Exit.ERROR)

@@ -12,8 +12,8 @@ from idemconsumer.cli.layout import listed, printable
 from idemconsumer.cli.verbs import Given, Output, Verbs, verb
 
 NOT_REACHED = (
-    "{} processes are not on record: programs that run its sagas themselves and ignore this, or workers that are "
-    "just starting"
+    "{} processes are not on record: programs that run the handler's sagas themselves, which ignore this command, or "
+    "workers that are just starting"
 )
 UNKNOWN = (
     "no handler {0!r} of app {1!r} is known, only: {2}; if it ever runs, it starts nothing until "
@@ -33,8 +33,8 @@ async def pause(given: Given) -> Output:
     """Stop all workers from fetching or beginning anything for a handler.
 
     It takes effect within about a second, or within 15 s where workers get no notifications (behind a pooler). Runs in
-    progress finish, sagas too. A message that is fetched but not begun is returned to its queue where that costs
-    nothing, and waits otherwise. Workers that start later obey too, until `resume`.
+    progress finish, sagas too. Of the fetched messages that have not begun, those of Postgres queues, and sagas, are
+    returned at once; those of other brokers wait in their worker. Workers that start later obey too, until `resume`.
     """
     return await _decide(Controls.pause, ("paused", "is paused already"), given)
 
@@ -83,7 +83,7 @@ async def drain(given: Given) -> Output:
     restarted or gets a SIGHUP.
     """
     changed = await Controls(*given.database).drain(given.worker, by=given.by, reason=given.reason)
-    said = f"worker {given.worker} {'is asked to leave' if changed else 'was asked to leave already'}"
+    said = f"worker {given.worker} {'is asked to drain' if changed else 'was already asked to drain'}"
     return Output({"worker": given.worker, "changed": changed}, said)
 
 

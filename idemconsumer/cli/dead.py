@@ -23,10 +23,10 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.rules.redriven import Redriven
 
 _LEFT = {
-    Redriven.INCOMPLETE: "whose whole message is not kept; have their producer send them again",
+    Redriven.INCOMPLETE: "whose message is not stored in full; have their producer send them again",
     Redriven.SAGA: "whose sagas have begun meanwhile; repeat this",
-    Redriven.BUSY: "about which somebody else is deciding now; repeat this",
-    Redriven.REDRIVEN: "which somebody else has just redriven",
+    Redriven.BUSY: "that another command is deciding on now; repeat this",
+    Redriven.REDRIVEN: "that another command has just redriven",
     Redriven.DECIDED: "whose key is not dead any more: it was applied or rejected since, or waits for its next attempt",
 }
 
@@ -88,7 +88,7 @@ async def dead_groups(given: Given) -> Output:
 
 @dead.verb("show", number)
 async def dead_show(given: Given) -> Output | None:
-    """Show one dead letter with all that its broker gave, and what to do about it."""
+    """Show one dead letter with everything that its broker delivered, and what to do about it."""
     admin = Admin(*given.database)
     if (letter := await admin.dead_letter(given.number)) is None:
         raise ConfigurationError(f"there is no dead letter {given.number}; `idemconsumer dead list` lists them")
@@ -150,15 +150,15 @@ async def dead_redrive(given: Given) -> Output:
 
 @dead.verb(
     "runs",
-    option("--cancel", metavar="RUN", help="Turn this run's messages that have not begun back into dead letters."),
+    option("--cancel", metavar="RUN", help="Cancel this run: messages that have not begun become dead letters again."),
     count("--limit", "List at most N.", 50, most=None),
     deciding,
 )
 async def dead_runs(given: Given) -> Output:
     """List the runs of `dead redrive`, or cancel one.
 
-    The newest come first, with the results of their dead letters. After a cancel, messages that have begun come to
-    their end, and resumed sagas go on. A command that is still redriving under this name ends.
+    The newest come first, with the results of their dead letters. After `--cancel`, messages that have begun still
+    finish, and resumed sagas go on. A `dead redrive` that still works on this run ends.
     """
     redrives = Redrives(*given.database)
     if given.cancel is not None:

@@ -31,10 +31,10 @@ async def doctor(given: Given) -> Output:
     wrong usage.
 
     Only reads. It finds pending migrations; stale leases; sagas, queues, retries and outgoing messages that no worker
-    takes; sagas for review; workers that are lost or of different versions; handlers that are paused, fail, or wait for
-    a lock, a source or the database; key secrets that differ from the schema's, or can be removed; long transactions,
-    bloat, and tables that are larger than their rows. With MODULE:APP it also reports the warnings of `check`, such as
-    brokers that keep messages longer than their records are kept.
+    takes; sagas that wait for a person; workers that are lost or of different versions; handlers that are paused, fail,
+    or wait for a lock, a source or the database; key secrets that differ from the schema's, or can be removed; long
+    transactions, bloat, and tables that are larger than their rows. With MODULE:APP it also reports the warnings of
+    `check`, such as brokers that keep messages longer than their records are kept.
     """
     found = await _all(given)
     text = leveled(found, printable) if found else "nothing found"

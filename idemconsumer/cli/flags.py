@@ -45,7 +45,7 @@ def count(name: str, text: str, default: int, *, least: int = 1, most: int | Non
 
 def behind(name: str, least: int) -> Words:
     """An option for the id after which a list continues."""
-    text = "Go on after this one; the last line names it."
+    text = "Continue after this id; the last line of the previous output names it."
     return option(name, type=click.IntRange(least, _MOST), metavar="ID", help=text)
 
 

@@ -53,6 +53,6 @@ async def refuse_to_forget(key: bytes) -> None:
     """Raises NothingFound for a key that only Redis has."""
     if await is_in_redis(key):
         raise NothingFound(
-            f"key {key.hex()[:12]} is not forgotten: it is in Redis; to forget it while its request does not run, "
+            f"key {key.hex()[:12]} is not forgotten: it is in Redis; once its request has ended, "
             f"run DEL idemconsumer:{key.hex()} there"
         )

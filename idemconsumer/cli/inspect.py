@@ -47,10 +47,10 @@ def check(given: Given) -> Output:
 
     Exit code 0: no errors; there may be warnings. 1: at least one error. 2: wrong usage, or the app cannot be imported.
 
-    Only reads. It finds a database that is unreachable, not migrated, closed to the role or set to lose commits;
-    sources that do not exist; brokers that drop messages after too many deliveries, or keep messages longer than their
-    records are kept; key secrets that differ from the schema's, or can be removed; and destinations in
-    App(publishes=[…]) that do not exist.
+    Only reads. It finds a database that is unreachable or not migrated, in which the role lacks rights, or which is
+    configured so that it can lose commits; sources that do not exist; brokers that drop messages after too many
+    deliveries, or keep messages longer than their records are kept; key secrets that differ from the schema's, or can
+    be removed; and destinations in App(publishes=[…]) that do not exist.
     """
     settings = given.settings
     app = load_app(given.target)
@@ -163,7 +163,7 @@ async def _database(of: Checked) -> AsyncIterator[Finding]:
         except Denied as denied:
             if not denied.reads:
                 raise
-            reads = "; this role may only read, so what else workers need is seen as their role"
+            reads = "; this role may only read; run `check` as the workers' role to check the other rights"
         await asyncio.to_thread(status, dsn, schema)  # raises if an applied migration differs from this version's file
         exposed = await is_exposed(dsn)
         durable = await durability(dsn)
@@ -292,10 +292,12 @@ async def _connections(of: Checked) -> AsyncIterator[Finding]:
     if limit is None:
         yield Finding("ok", subject, text)
     elif limit.most is None:
-        yield Finding("ok", subject, f"{text}; {limit.what} cannot be seen, and should be as much for each process")
+        unread = f"{limit.what} cannot be read; it should allow this number for each process"
+        yield Finding("ok", subject, f"{text}; {unread}")
     elif (needed := most * processes) <= limit.most:
         yield Finding("ok", subject, f"{text}; there is room for {limit.most // most} ({limit.what}: {limit.most})")
     else:
         yield Finding("ok", subject, text)
-        few = f"{who} may need {needed} connections, and there are {limit.most} ({limit.what}); raise that, or lower "
-        yield Finding("warning", subject, f"{few}{'`workers` or ' if of.handlers else ''}`concurrency`")
+        few = f"{who} may need {needed} connections, but only {limit.most} are allowed ({limit.what})"
+        less = f"raise that, or lower {'`workers` or ' if of.handlers else ''}`concurrency`"
+        yield Finding("warning", subject, f"{few}; {less}")

@@ -109,11 +109,11 @@ def _facts(detail: KeyDetail) -> Iterator[tuple[str, object]]:
     option("--handler", help="Only keys of this handler."),
     option("--tenant", help="Only keys of this tenant."),
     option("--state", type=click.Choice([each.name.lower() for each in State]), help="Only keys in this state."),
-    option("--after", metavar="KEY", help="Go on after this one; the last line names it."),
+    option("--after", metavar="KEY", help="Continue after this key; the last line of the previous output names it."),
     limit,
 )
 async def keys_list(given: Given) -> Output:
-    """List records in the order of their keys. If few match, this reads all records."""
+    """List records in the order of their keys. If few records match, the command reads all records."""
     lines = await Keys(*given.database).list(
         handler=given.handler,
         tenant=given.tenant,
@@ -163,10 +163,11 @@ def keys_forget(given: Given) -> Output:
 
 @keys.verb("release", deciding, ends=_which)
 async def keys_release(given: Given) -> Output:
-    """Let the message of a dead or rejected key, or a request whose owner was lost, run when it comes again.
+    """Release a dead or rejected key, or the key of a request whose owner was lost: its message or request runs when
+    it comes again.
 
-    The same works for an accepted key whose message was lost on its way from its broker. Runs nothing by itself:
-    `dead redrive` runs a stored message. A completed key is never released.
+    The same works for an accepted key whose message was lost on its way from its broker. The command itself runs
+    nothing: `dead redrive` runs a stored message. A completed key is never released.
     """
     known, found = await _found(given)
     await known.release(found, by=given.by)

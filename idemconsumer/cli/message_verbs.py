@@ -31,7 +31,10 @@ _BATCH = 500  # messages per step of the progress bar
     argument("source", metavar="SOURCE"),
     argument("payload", required=False),
     option("--file", "lines", type=click.File("rb"), help="One message per line; - is standard input."),
-    option("--key", help="Message id; in Kafka the record key. SQS FIFO queues drop a second message with it."),
+    option(
+        "--key",
+        help="Message id; in Kafka the record key. An SQS FIFO queue drops a second message with the same id.",
+    ),
     option("--header", "headers", multiple=True, metavar="K=V", help="Can be given several times."),
     count("--times", "Publish each message N times.", 1, most=None),
     option("--delay", metavar="TIME", default="0s", help="Delay the arrival, e.g. 10m; postgres: and sqs: only."),
@@ -41,8 +44,8 @@ def publish(given: Given) -> Output:
     """Publish PAYLOAD, or the lines of a file, to SOURCE.
 
     SOURCE is kafka:topic, rabbitmq:queue, rabbitmq:exchange/routing.key, sqs:queue (a name, ARN or URL) or
-    postgres:queue. A RabbitMQ queue with a / in its name is rabbitmq:/name. Returns once the broker has confirmed. The
-    payload is sent unchanged.
+    postgres:queue. A RabbitMQ queue with a / in its name is rabbitmq:/name. The command returns once the broker has
+    confirmed the messages. The payload is sent unchanged.
     """
     if (given.payload is None) == (given.lines is None):
         raise click.UsageError("give either PAYLOAD or --file")
@@ -112,7 +115,7 @@ def prune(given: Given) -> Output:
     deciding,
 )
 async def skip(given: Given) -> Output:
-    """Skip what a Kafka worker cannot read: store it as a dead letter, and go on after it.
+    """Skip a Kafka record or batch that workers cannot read: it is stored as a dead letter, and its partition goes on.
 
     A record or batch with a wrong checksum, compression or structure stops its partition; the worker logs its place
     each minute. Workers notice the decision within seconds. Without an argument, list the places where partitions have
@@ -138,7 +141,7 @@ kafka = Verbs("kafka", help="Kafka: where a consumer group begins to read.")
     deciding,
 )
 async def reset(given: Given) -> Output:
-    """Set where a consumer group goes on: its offsets in Kafka and in the database.
+    """Set the position from which a consumer group continues: its offsets in Kafka and in the database.
 
     None of its workers may run: a group with live members is refused, and so is an offset that the log does not have. A
     record that is read again is a duplicate as long as its key is on record. Deleting or losing the offsets in Kafka

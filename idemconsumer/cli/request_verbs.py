@@ -69,7 +69,7 @@ async def requests_list(given: Given) -> Output:
 def requests_settle(given: Given) -> Output:
     """Store the answer to a request that was done; when it is sent again, it gets that answer.
 
-    KEY is its first digits, as `requests list` shows them.
+    KEY is the first digits of the key, as `requests list` shows them.
     """
     headers = [("content-type", given.content_type)] if given.body and given.content_type else []
     response = Response(given.status, (*headers, *map(_header, given.headers)), _bytes(given.body))
@@ -84,7 +84,7 @@ def requests_settle(given: Given) -> Output:
 async def requests_release(given: Given) -> Output:
     """Release a request that was not done: its key is new, and it runs when it is sent again.
 
-    KEY is its first digits, as `requests list` shows them.
+    KEY is the first digits of the key, as `requests list` shows them.
     """
     return await _decide(given, LostRequests.release, "released", "it runs when it is sent again")
 

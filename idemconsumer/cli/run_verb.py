@@ -39,13 +39,18 @@ _RESTARTS: Final = 10
 _worker_options = together(
     database,
     option("--workers", type=int, metavar="N", help="Number of worker processes.  [default: 1]"),
-    option("--concurrency", type=int, metavar="N", help="Runs of a handler at a time in a process.  [default: 8]"),
+    option(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="Messages or groups that a handler runs at a time in one process.  [default: 8]",
+    ),
     option("--handlers", metavar="A,B", help="Run only these handlers of the app."),
     option("--drain-timeout", type=float, metavar="S", help="Drain timeout in seconds.  [default: 20]"),
     option("--log-format", type=click.Choice(FORMATS, case_sensitive=False), help="[default: auto]"),
     option("--log-level", type=click.Choice(LEVELS, case_sensitive=False), help="[default: info]"),
     option("--ops-port", metavar="[HOST:]PORT", help="Serve /metrics, /livez and /readyz there."),
-    option("--tracing", is_flag=True, default=None, help="Follow messages in OpenTelemetry's traces."),
+    option("--tracing", is_flag=True, default=None, help="Trace messages with OpenTelemetry."),
 )
 
 

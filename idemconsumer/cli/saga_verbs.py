@@ -143,9 +143,9 @@ def saga_abandon(given: Given) -> Output:
     deciding,
 )
 async def saga_decide(given: Given) -> Output:
-    """Report how a call of unknown outcome ended, or its undo. Then the saga goes on.
+    """Report the unknown outcome of a call, or of the undo of a call. Then the saga goes on.
 
-    STEP is its name. `sagas show` lists it, with its attempts and the key that the remote got.
+    STEP is the step's name. `sagas show` lists it, with its attempts and the key that the remote got.
     """
     if (given.done is None) != given.not_done:
         raise click.UsageError("give either --done JSON or --not-done")
@@ -184,7 +184,7 @@ async def saga_cancel(given: Given) -> Output:
     ends=_which,
 )
 async def saga_signal(given: Given) -> Output:
-    """Send a signal to a saga. The next wait for a name takes its oldest signal.
+    """Send a signal to a saga. The next `saga.wait` for a name takes the oldest signal of that name.
 
     Exit code 1: the saga has ended, or is being undone, and nothing is sent.
     """

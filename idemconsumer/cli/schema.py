@@ -33,14 +33,15 @@ migrate = Verbs("migrate", help="Create or update the tables. Safe to run repeat
         "--wait",
         type=Finite(0),
         metavar="SECONDS",
-        help="Wait this long in total, for locks and for a database that takes no connections yet.  "
+        help="The total time to wait for locks, and for a database that does not accept connections yet.  "
         "[default: 300 for locks; a database that cannot be reached is an error at once]",
     ),
 )
 def up(given: Given) -> Output:
-    """Apply the pending migrations, each in one transaction. Workers may go on meanwhile.
+    """Apply the pending migrations, each in one transaction. Workers can keep running.
 
-    If others hold a lock, this tries to get it for a short time, again and again, and reports the holder on stderr.
+    If another session holds a lock, the command tries again and again, briefly each time, and reports that session on
+    stderr.
 
     \b
     Exit codes:

@@ -28,8 +28,8 @@ async def status(given: Given) -> Output:
     outgoing messages, workers.
 
     APP is an app's name; without it, all apps of the schema. Only reads: a few statements, with at most 10,000 rows for
-    each queue, handler of sagas and reason. If there are more, the output says so; in JSON, `more` does. Messages that
-    wait at Kafka, RabbitMQ and SQS are not known here.
+    each queue, handler of sagas and reason. If there are more, the output says so (JSON: `more`). Messages that wait
+    at Kafka, RabbitMQ and SQS are not counted.
     """
     found = await read_status(*given.database, given.app)
     return Output(found, shown(tables(found)))

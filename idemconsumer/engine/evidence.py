@@ -52,8 +52,8 @@ class Streak:
     def describe(self, contention: Exception) -> str:
         """The text for the dead letter."""
         return (
-            f"{self.collisions} runs in {self.seconds / 60:.0f} minutes, each blocked by what another transaction "
-            f"held; the last one: {contention}"
+            f"{self.collisions} runs in {self.seconds / 60:.0f} minutes, each blocked by rows or locks that another "
+            f"transaction held; the last one: {contention}"
         )
 
 

@@ -132,7 +132,7 @@ def _reconcile(name: str, handler: Signature, options: Resolved, fn: Callable[..
         raise HandlerError(
             name,
             "`reconcile` is only for sagas, and for handlers with `max_age`",
-            "remove it: a lost worker leaves nothing of a single transaction behind; or take saga: Saga",
+            "remove it: if a worker is lost, its transaction is rolled back; or take saga: Saga",
         )
     if not callable(fn):
         raise HandlerError(name, f"`reconcile` is {fn!r}", "write an async function of the payload and Tx")
@@ -197,7 +197,7 @@ def _check_reply(handler: str, sources: tuple[str, ...], options: Resolved, *, l
     if leased and options.settle != "finished":
         raise HandlerError(
             handler,
-            "`reply` of a saga whose delivery is settled before its end",
+            "it has `reply`, but its delivery is settled before the saga ends",
             'write settle="finished", which keeps the request until its end; or publish the answer in a step',
         )
     if not any(source.partition(":")[0] in (*replies.SCHEMES, "memory") for source in sources):

@@ -100,7 +100,7 @@ class IdempotencyMiddleware:
         except Exception as error:
             if asked or isinstance(error, IdemConsumerError):
                 raise
-            log.info("the app knows no lifespan", error=typed_text(error))
+            log.info("the app does not support lifespan", error=typed_text(error))
         if not asked:
             for each in ("startup", "shutdown"):
                 await receive()

@@ -113,13 +113,13 @@ def _check(name: str, given: Route) -> None:
     if request is None:
         raise ConfigurationError(
             f"{name} is marked by @idempotency.route, but IdempotencyMiddleware has not found its route, so it was not "
-            "run; put the middleware around the app, inside of what changes paths, or name the route in routes={…}; a "
-            f"websocket cannot be marked; to call it outside of a request, write {name}.__wrapped__(…)"
+            "run; put the middleware around the app, inside any middleware that changes paths, or name the route in "
+            f"routes={{…}}; a websocket cannot be marked; to call it outside of a request, write {name}.__wrapped__(…)"
         )
     if not request.inside and request.policy is not None and not _holds(request.policy, given):
         raise ConfigurationError(
             f"{name} is marked by @idempotency.route, but its request matched {request.policy.name!r}, so it was not "
-            "run; put IdempotencyMiddleware inside of what changes paths, name the route in routes={…}, or "
+            "run; put IdempotencyMiddleware inside any middleware that changes paths, name the route in routes={…}, or "
             f"write {name}.__wrapped__(…) where another endpoint calls it"
         )
     request.inside = True

@@ -103,7 +103,10 @@ KEY_REPEATED: Final = Problem(
     "key-repeated", 400, "More than one Idempotency-Key", "Send the header once, with one value."
 )
 TENANT_MISSING: Final = Problem(
-    "tenant-missing", 401, "Unknown caller", "A key belongs to its caller, and this request does not say who that is."
+    "tenant-missing",
+    401,
+    "Unknown caller",
+    "A key belongs to its caller, and this request does not identify its caller.",
 )
 BODY_TOO_LARGE: Final = Problem(
     "body-too-large", 413, "The body is too large", "The body is larger than this operation takes with a key."

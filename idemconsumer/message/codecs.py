@@ -259,7 +259,7 @@ def _lost(value: Any, written: bytes, compared: bool) -> tuple[str | None, bool]
     try:
         return contents.difference(_decoder_of(cls)(written), value)
     except (BadMessage, TypeError) as error:
-        return f"{getattr(error, 'detail', error)}; correct the types of its fields, or how they are written", True
+        return f"{getattr(error, 'detail', error)}; correct the types of its fields, or their serialization", True
     except RecursionError as error:
         return _why(error), True
 

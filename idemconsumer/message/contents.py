@@ -104,9 +104,9 @@ def difference(back: object, value: object) -> tuple[str | None, bool]:
         if not _same(found, was, unordered):
             return (
                 f"its field {name!r}, a {type(was).__name__}, comes back as another value or type "
-                f"({type(found).__name__}); annotate it with what it holds, or correct how it is written"
+                f"({type(found).__name__}); annotate it with the type of its contents, or correct its serialization"
             ), True
-    return f"it comes back as a {type(back).__name__}; annotate it with what it holds", True
+    return f"it comes back as a {type(back).__name__}; annotate it with the type of its contents", True
 
 
 def _same(back: object, value: object, unordered: list[object]) -> bool:

@@ -37,7 +37,7 @@ class Ops:
 
     def __init__(self, crew: Fleet, settings: Settings) -> None:
         if find_spec("prometheus_client") is None:
-            log.warning("no metrics", error=f"/metrics {_LACKS}")
+            log.warning("metrics unavailable, prometheus-client is not installed", error=f"/metrics {_LACKS}")
         self._crew = crew
         self._certificates = dict(ours(settings))
         self._database = None if settings.dsn is None else DatabaseLook(settings.dsn, settings.schema)

@@ -17,9 +17,10 @@ _STORED: Final = {
     "delayed_messages{source}": "Messages of Postgres queues that are not due yet",
     "open_dead_letters{app,handler,reason}": "Dead letters that no person has redriven or discarded",
     "oldest_dead_letter_seconds{app,handler,reason}": "Age of the oldest open dead letter",
-    "unforwarded_dead_letters{app,handler}": "Dead letters not forwarded yet, or parked; up to 100,000 of all",
+    "unforwarded_dead_letters{app,handler}": "Dead letters that are not forwarded yet, or are parked; counted up to "
+    "100,000 in total",
     "oldest_unforwarded_dead_letter_seconds{app,handler}": "How long the oldest dead letter has waited to be forwarded",
-    "leases{state}": "Leases of workers with sagas: live, or lost while no worker has taken their sagas",
+    "leases{state}": "Leases of workers with sagas: live, or lost with sagas that no worker has taken over",
     "outbox_messages{destination,state}": "Outgoing messages: waiting to be sent, later (with a delay, or between two "
     "tries), or parked for a person; up to 100,000 of each",
     "oldest_outbox_message_seconds{destination}": "How long the oldest outgoing message has waited to be sent",
@@ -31,7 +32,7 @@ _WRITTEN: Final = _STORED | {
     "dead, retrying, busy, fenced, cancelled; a message that is tried again counts each time",
     "dead_letters{app,handler,reason}": "Dead letters that were written; each reason exists from the start, at 0",
     "handler_duration_seconds{app,handler}": "How long the function took for a message that was applied; in a group "
-    "each message counts with the mean. Not for sagas",
+    "each message counts with the group's mean. Sagas are not measured",
     "group_duration_seconds{app,handler}": "How long a group took, its claim and its commit included; for a saga, an "
     "attempt",
     "group_size{app,handler}": "Messages that were applied in one transaction",
@@ -45,7 +46,7 @@ _WRITTEN: Final = _STORED | {
     "handler_state{app,handler,state}": "Workers in which the handler works, or is held up: paused, database_away, "
     "source_away, locked, fails",
     "workers{state}": "Worker processes by state: starting, consuming, waiting for a broker or the database, draining, "
-    "leaving, and vacant, a place whose worker has ended",
+    "leaving, or vacant (a place whose worker has ended)",
     "lanes{app,handler}": "How many messages or groups of the handler can run at a time, in all workers",
     "busy_lanes{app,handler}": "How many messages or groups of the handler run now, in all workers",
     "in_hand_messages": "Deliveries in flight in all workers",
@@ -57,7 +58,7 @@ _WRITTEN: Final = _STORED | {
     "pool_connections_max{pool}": "Connections to the database that may be open, for handlers and for sagas",
     "pool_pending_requests{pool}": "Runs that wait for a connection to the database",
     "lag_messages{source}": "Messages of a source that no worker has fetched yet",
-    "lag_seconds{source}": "How long at most the oldest message of a source has waited, where that is known",
+    "lag_seconds{source}": "Upper bound of the waiting time of a source's oldest message, where it is known",
     "certificate_expiry_timestamp_seconds{server}": "When the client's certificate expires, by the server that it is "
     "for: kafka, rabbitmq, redis, postgres, postgres-listen",
     "database_up": "Whether the database has just answered the launcher; if not, its own metrics are left out",

@@ -56,9 +56,10 @@ MEANINGS: Mapping[Exit, str] = {
     Exit.USAGE: "wrong usage or configuration; nothing was started, and a restart would not help",
     Exit.CRASHED: "a worker crashed too often (--max-restarts)",
     Exit.CUT_OFF: "the drain deadline passed, or a second signal stopped it; runs in progress were rolled back",
-    Exit.PENDING: "migrations are pending (migrate status), or a lock for one was not granted in time (migrate up)",
+    Exit.PENDING: "migrations are pending (migrate status), or a migration did not get a lock in time (migrate up)",
     Exit.NEWER: "the schema has migrations that this version does not know (migrate status)",
-    Exit.DRAINED: "only a worker, to its launcher: drained by a person's request; its place stays empty",
+    Exit.DRAINED: "only from a worker to its launcher: a person requested the drain, and no other worker is started in "
+    "its place",
 }
 
 

@@ -9,11 +9,11 @@ from idemconsumer.rules.values import State
 
 _SAYS: Final[Mapping[State | None, str]] = {
     None: "it would run: there is no record of its key",
-    State.PENDING: "a duplicate: its message is stored here, and runs when that is due; this one would not run",
+    State.PENDING: "a duplicate: its message is stored in the database and runs when it is due; this one would not run",
     State.PROCESSING: "nothing would begin: its saga is stored here, and goes on by itself",
     State.UNDOING: "nothing would begin: its saga is being undone",
-    State.COMPLETED: "a duplicate: it would not run, and gets the stored result",
-    State.FAILED: "a duplicate: it would not run, and gets the stored rejection",
+    State.COMPLETED: "a duplicate: it would not run, and would get the stored result",
+    State.FAILED: "a duplicate: it would not run, and would get the stored rejection",
     State.DEAD: "it would not run: its key is dead, and the arrival would be counted",
 }
 

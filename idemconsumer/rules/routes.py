@@ -59,7 +59,7 @@ def pattern(text: str, types: Mapping[str, str] | None = None) -> Pattern:
         raise ValueError(f"{text!r}: no request has the method {method}; write {near[0]} {path}")
     if foreign := _FOREIGN.search(_SEGMENT.sub("", path)):
         raise ValueError(
-            f"{text!r}: {foreign[0]!r} means nothing here, so no request would match this route; write {{id}} "
+            f"{text!r}: {foreign[0]!r} has no meaning in a route, so no request would match it; write {{id}} "
             "for one segment, or {rest:path} for all that follows"
         )
     return Pattern(method, path, re.compile(_expression(text, path, types or {}), re.DOTALL))

@@ -74,7 +74,7 @@ def checked_schedule(schedule: Schedule) -> Schedule:
     if schedule.catch_up not in get_args(CatchUp):
         raise ConfigurationError(f'{where}: catch_up={schedule.catch_up!r}; write "all", "last" or "skip"')
     if len(schedule.expression.split()) != _FIELDS:
-        raise ConfigurationError(f'{where}: {schedule.expression!r} has not five fields; write e.g. "0 3 * * *"')
+        raise ConfigurationError(f'{where}: {schedule.expression!r} does not have five fields; write e.g. "0 3 * * *"')
     try:
         next(schedule.slots(datetime(2000, 1, 1, tzinfo=UTC)))
     except (ZoneInfoNotFoundError, ValueError, OSError) as error:

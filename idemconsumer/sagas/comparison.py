@@ -72,11 +72,11 @@ class Comparison:
             return
         its = f"{outputs.parameter(spec.fn, other + 1)} (its argument {other + 1})"
         elsewhere = [each.name for each in self.rows.values() if each.arguments and each.arguments == spec.arguments]
-        hint = f"; what it is given now was recorded for step {elsewhere[0]!r}" if elsewhere else ""
+        hint = f"; its present arguments were recorded for step {elsewhere[0]!r}" if elsewhere else ""
         raise SagaChanged(
             f"step {name!r} was recorded with another {its}{hint}. A handler that runs again must request the same "
-            "steps with the same arguments: sort what has no order, such as a set, take times and random numbers from "
-            "a step's output, or write args_may_differ=True"
+            "steps with the same arguments: sort unordered values such as sets; take times and random numbers from a "
+            "step's output; or write args_may_differ=True"
         )
 
     def forget(self, specs: Iterable[StepSpec]) -> None:

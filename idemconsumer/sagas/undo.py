@@ -58,5 +58,5 @@ def plan(
         if spec is None and cause is not None:
             raise NotUndone(f"the handler, before step {row.name!r}", cause)
         if spec is None or spec.undo is None:
-            raise SagaChanged(f"step {row.name!r} has to be undone, and the handler no longer says how")
+            raise SagaChanged(f"step {row.name!r} has to be undone, and the handler no longer has its `undo=`")
     return [(row, asked[row.name]) for row in todo]

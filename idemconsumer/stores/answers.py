@@ -42,7 +42,7 @@ def outcomes(answer: PGresult, keys: Sequence[bytes]) -> list[Found]:
 def standing(found: Found) -> Record | None:
     """The record of a single key; None: it was claimed. Raises Contention when a rival (another worker) holds it."""
     if found is Mark.BUSY:
-        raise Contention("a rival holds the key")
+        raise Contention("another worker holds the key")
     return found if isinstance(found, Record) else None
 
 

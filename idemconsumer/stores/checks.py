@@ -181,8 +181,8 @@ async def _check(connection: Connection, schema: str, needed: grants.Needed) -> 
         statement = sql.SQL("ALTER TABLE {} DISABLE ROW LEVEL SECURITY")
         remedies = [statement.format(sql.Identifier(schema, table)).as_string(None) for table in hidden]
         raise ConfigurationError(
-            f"database: row-level security hides rows of {', '.join(hidden)} from role {role!r}, so it would repeat "
-            f"work whose rows it cannot see; run as the schema's owner: {'; '.join(remedies)}"
+            f"database: row-level security hides rows of {', '.join(hidden)} from role {role!r}, so work would be "
+            f"repeated whose rows the role cannot see; run as the schema's owner: {'; '.join(remedies)}"
         )
     noted = sql.SQL("select version from {}").format(sql.Identifier(schema, "migration"))
     applied = {number for (number,) in await (await connection.execute(noted)).fetchall()}
@@ -215,7 +215,8 @@ async def _check(connection: Connection, schema: str, needed: grants.Needed) -> 
             for _, table, remedy in idle
         ]
         raise ConfigurationError(
-            f"database: triggers of idemconsumer are missing or disabled, so they guard no rows and wake no workers: "
+            f"database: triggers of idemconsumer are missing or disabled, so rows are not guarded and workers are not "
+            f"woken: "
             f"{', '.join(f'`{trigger}` of table {table}' for trigger, table, _ in idle)}; "
             f"run: {'; '.join(remedies)}"
         )

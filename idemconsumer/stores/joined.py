@@ -207,7 +207,7 @@ class PostgresStore:
                 "token": token,
             }
             if not await claims.send("put_off", stored):
-                raise Fenced("another worker has the message")
+                raise Fenced("another worker holds the message")
             await claims.complete((), ())
             return attempts
 

@@ -190,9 +190,9 @@ def _rights(connection: psycopg.Connection, schema: str) -> Iterator[None]:
         yield
     except psycopg.errors.InsufficientPrivilege as error:
         raise ConfigurationError(
-            f"role {connection.info.user!r} may not do this to schema {schema!r} ({error.diag.message_primary}); "
-            "migrate as the schema's owner, who may CREATE in the database, or have that role run what "
-            "`idemconsumer migrate sql` prints"
+            f"role {connection.info.user!r} lacks the right to migrate schema {schema!r} "
+            f"({error.diag.message_primary}); migrate as the schema's owner, who may CREATE in the database, or have "
+            "that role run what `idemconsumer migrate sql` prints"
         ) from error
     except psycopg.OperationalError as error:
         raise StoreUnavailable(f"the database did not answer: {error_text(error)}") from error

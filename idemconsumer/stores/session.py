@@ -177,7 +177,7 @@ class SessionRules:
         if connection.pooled and self._beside is not None and self._beside < self._longest_run:
             raise ConfigurationError(
                 f"database: the shortest lease of sagas, {self._beside:g} s, is below the longest timeout of a "
-                f"handler, {self._longest_run:g} s, and behind a pooler the role has one {_IDLE} for both; "
+                f"handler, {self._longest_run:g} s, and behind a pooler, one {_IDLE} of the role applies to both; "
                 "raise that lease, lower that timeout, or write the server's own address"
             )
         gone = await self._lost(connection)

@@ -169,7 +169,8 @@ class SharedCommits:
         except (StoreUnavailable, CommitUnknown):
             raise
         except Exception as error:  # noqa: BLE001 - each transaction of its own will show which write failed
-            log.info("shared commit failed, writing each one alone", writes=len(writes), error=type(error).__name__)
+            kind = type(error).__name__
+            log.info("shared commit failed, committing each write alone", writes=len(writes), error=kind)
             answers = {}
         return [answers.get(write) for write in writes]
 

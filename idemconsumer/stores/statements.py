@@ -194,8 +194,8 @@ def _own_words(text: str, query: str) -> Special | None:
         if pattern.search(inside) is not None:
             return Special(
                 Effect.NOT_ALONE,
-                f"{words} would undo the engine's mark on the transaction; send it as a statement of its own, with "
-                "nothing before or after it and outside of DO",
+                f"{words} would remove the mark by which the engine recognizes its transaction; send it alone, not "
+                "inside DO",
             )
     return None
 

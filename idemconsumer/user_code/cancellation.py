@@ -227,7 +227,7 @@ async def run_on(work: Coroutine[Any, Any, None], what: str) -> None:
     finally:
         await end(task)
     if task.cancelled():
-        raise RuntimeError(f"a {what} was cancelled by what it ran, and the worker cannot go on without it")
+        raise RuntimeError(f"a {what} was cancelled by the code that it ran, and the worker cannot go on without it")
     task.result()
 
 

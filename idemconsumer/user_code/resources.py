@@ -48,8 +48,8 @@ def read_resource(fn: Callable[..., Any]) -> Resource:
     yields = arguments[0] if get_origin(annotation) in (AsyncIterator, AsyncGenerator) else None
     if not isinstance(yields, type) or yields in _OURS or yields.__module__ == "builtins":
         raise ConfigurationError(
-            f"resource {name!r} does not say what it makes; annotate it `-> AsyncIterator[Client]`, with a class of "
-            "its own, since handlers ask for it by that type"
+            f"resource {name!r} has no usable return annotation; annotate it `-> AsyncIterator[Client]`, with a class "
+            "of its own, since handlers ask for it by that type"
         )
     return Resource(name, yields, fn)
 

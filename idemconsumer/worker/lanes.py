@@ -271,7 +271,7 @@ class HandlerLanes:
             return True
         if not self._told:
             source = held.delivery.message.source
-            log.warning("waiting room full, orders wait", source=source, size=capacity.ROOM)
+            log.warning("waiting room full, orders are held up", source=source, size=capacity.ROOM)
             self._told = True
         return False
 

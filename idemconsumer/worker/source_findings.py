@@ -100,8 +100,8 @@ def _redrive(handler: BoundHandler, subscription: Subscription, most: int | None
     if most >= needed:
         return [Finding("ok", subscription.source, f"its redrive policy removes a message after {most} receives")]
     text = (
-        f"its redrive policy removes a message after {most} receives, perhaps before {handler.name} has finished it "
-        f"(max_attempts={handler.options.max_attempts}, and each restart counts); set maxReceiveCount to {needed} "
+        f"its redrive policy removes a message after {most} receives, which may be before {handler.name} has finished "
+        f"it (max_attempts={handler.options.max_attempts}, and each restart counts); set maxReceiveCount to {needed} "
         "or more"
     )
     return [Finding("warning", subscription.source, text)]

@@ -309,7 +309,7 @@ async def test_a_group_that_shares_by_another_protocol_is_named(world: World) ->
     ):
         found = [finding for finding in await world.broker.check(world.subscription()) if finding.level == "error"]
         assert ["'range', and workers by 'roundrobin'" in finding.text for finding in found] == [True]
-        assert "another protocol than ours (roundrobin)" in await ended(world)
+        assert "another partition assignor than idemconsumer (roundrobin)" in await ended(world)
 
 
 async def test_a_session_timeout_that_the_brokers_refuse_is_named(world: World) -> None:

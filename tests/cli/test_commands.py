@@ -451,7 +451,8 @@ def test_a_role_without_rights_is_told_which_and_the_grants_it_names_are_enough(
         assert "schema 'idemconsumer': USAGE on the schema" in shop("check", "shop:app", code=Exit.ERROR)
         for words in COMMANDS[2:5]:
             assert "lacks rights in schema 'idemconsumer' (permission denied" in shop(*words, code=Exit.USAGE)
-        assert f"role '{role}' may not do this" in shop("migrate", "up", "--schema", "another", code=Exit.USAGE)
+        said = shop("migrate", "up", "--schema", "another", code=Exit.USAGE)
+        assert f"role '{role}' lacks the right to migrate schema" in said
 
         owner.execute(grants)
         shop("check", "shop:app")
@@ -715,7 +716,7 @@ def test_dead_letters_are_listed_and_shown_without_steering_the_terminal(shop: S
     shown = shop("dead", "show", str(letters[1]["id"]))
     assert "\\x1b[31m" in shown
     assert "\x1b" not in shown
-    assert "what to do  The body does not fit" in shown
+    assert "what to do  Fix the producer, or widen the annotation" in shown
     assert "header      trace: \\x1b]0;x" in shown
     binary = json.loads(shop("dead", "show", str(letters[0]["id"]), "--json"))
     assert (binary["body_encoding"], binary["body"]) == ("base64", "/wA=")

@@ -112,10 +112,10 @@ def test_runs_are_listed_and_cancelled(desk: Desk) -> None:
 def test_who_chooses_nothing_is_told(desk: Desk, verb: str) -> None:
     for words in (["--handler", "nope"], ["--reason", "undecodabel"], ["--app", "shop2", "--dry-run"], ["4711"]):
         assert desk("dead", verb, *words, code=1) == ""
-        assert "no dead letter is chosen" in desk.stderr
+        assert "no dead letter matches" in desk.stderr
     letter = json.loads(desk("dead", "list", "--json"))[0]["id"]
     assert desk("dead", verb, str(letter), "4711", "--dry-run").endswith(" 1 dead letters\n")
-    assert "left: 1 of these ids; no dead letter" in desk.stderr
+    assert "skipped 1 of these ids: no matching dead letter" in desk.stderr
     assert "only under mail, order" in (desk("dead", verb, "--handler", "nope", code=1), desk.stderr)[1]
     desk("dead", "redrive", "--all")
     assert "0 dead letters" in desk("dead", verb, "--all")
@@ -123,7 +123,7 @@ def test_who_chooses_nothing_is_told(desk: Desk, verb: str) -> None:
 
 def test_an_export_of_nothing_is_told(desk: Desk) -> None:
     assert desk("dead", "export", "--handler", "nope", code=1) == ""
-    assert "no dead letter is chosen" in desk.stderr
+    assert "no dead letter matches" in desk.stderr
 
 
 def test_they_are_grouped_by_cause(desk: Desk) -> None:
@@ -157,7 +157,7 @@ def test_they_are_redriven_by_filter_and_shown_with_that(desk: Desk) -> None:
     assert "give ids" in (desk("dead", "redrive", code=2), desk.stderr)[1]
     desk.sql("update idemconsumer.dead_letter set body_size = 9000, redriven_at = null")
     assert desk("dead", "redrive", "--all").startswith("redriven: 0 dead letters; run ")
-    assert "left: 5 whose whole message is not kept" in desk.stderr
+    assert "left: 5 whose message is not stored in full" in desk.stderr
 
 
 def test_they_are_discarded_once_that_is_confirmed(desk: Desk) -> None:

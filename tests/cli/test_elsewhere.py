@@ -90,5 +90,5 @@ def test_a_statement_that_was_ended_is_no_database_that_is_away(database: str) -
             connection.execute(f'alter database "{name}" set lock_timeout = 1'.encode())
         told = run(database, "pause", "take", "--app", "shop")
     assert (told.exit_code, told.stderr) == (
-        Exit.ERROR, "error: the database has not done it: canceling statement due to lock timeout (55P03)\n",
+        Exit.ERROR, "error: the database did not execute it: canceling statement due to lock timeout (55P03)\n",
     )  # fmt: skip

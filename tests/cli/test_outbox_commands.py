@@ -83,7 +83,7 @@ def test_one_is_shown_in_full(call: Call) -> None:
 def test_what_was_refused_is_sent_again_and_nothing_else(call: Call, filled: str) -> None:
     retried = call("retry", "1", "999", "--json")
     assert json.loads(retried.stdout) == {"retried": 1}
-    assert "left: 1 of these ids; no outgoing message" in retried.stderr
+    assert "skipped 1 of these ids: no matching outgoing message" in retried.stderr
     assert do(filled, STATES)[-1][1:] == (False, False, 0), "and it comes last"
     assert "to be sent again: 2" in call("retry", "--all").stdout
     assert [row[1:] for row in do(filled, STATES)] == [(False, False, 0)] * 4

@@ -186,7 +186,7 @@ def test_one_saga_is_shown_with_its_steps_in_time(parked: Travel) -> None:
     assert "dead (unknown_effect)" in text
     assert "postgres:trips trips#1" in text
     assert "whether charged was done" in text
-    assert "what to do  A call may or may not have had its effect." in text
+    assert "what to do  Look up the step's key (`sagas show`)" in text
     reserved, charged = text.splitlines()[-2:]
     assert reserved.split()[:5] == ["reserved", "tx", "done,", "has", "undo"]
     assert charged.split()[:3] == ["charged", "call", "intent"]
@@ -230,7 +230,7 @@ def test_a_finished_saga_is_still_shown(travel: Travel) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["show", "00"], "there is no record for '00'; `idemconsumer sagas list` shows what runs"),
+        (["show", "00"], "there is no record for '00'; `idemconsumer sagas list` shows running sagas"),
         (["show", "xyz"], "'xyz' is not the beginning of a stored key; write hexadecimal digits"),
         (["show", "--handler", "book", "--key", "b"], "there is no record for handler 'book' and this key"),
         (["show"], "give KEY (the first digits, as `sagas list` shows them) or --handler NAME --key TEXT"),

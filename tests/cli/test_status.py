@@ -260,7 +260,7 @@ def large_table(site: Site) -> None:
         ),
         (lambda site: site("pause", "send", "--by", "ann"), "handler shop/send", "paused by ann since "),
         (lambda site: site.worker("0.2.0", place=1), "workers of shop", "run idemconsumer 0.1.0 and 0.2.0"),
-        (lambda site: site.lease(20), "worker old:1 of shop", "obeys no pause and no drain"),
+        (lambda site: site.lease(20), "worker old:1 of shop", "`pause` and `drain` do not affect it"),
         (lambda site: site.worker(seen=300, place=1), "worker box:17 of shop", "no sign of life for 300 s"),
         (open_transaction, "transaction of ", "pg_terminate_backend("),
         (dead_rows, "table delayed", "12,000 dead rows"),

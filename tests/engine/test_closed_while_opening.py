@@ -18,7 +18,7 @@ from idemconsumer.worker.saga_lease import SagaLease
 from tests.support.ledger import SOURCE, Ledger, message, write
 from tests.support.waiting import PATIENCE, until
 
-CLOSED = "`close` came before this call had begun, so nothing was done"
+CLOSED = "`close` was called before this call had begun, so nothing was done"
 
 
 class Gate:

@@ -266,11 +266,11 @@ async def a_batch() -> AsyncIterator[Batch]:  # type: ignore[type-arg]
     [
         (coroutine, "resource 'coroutine' is not an async generator; write `async def coroutine() -> AsyncIterator"),
         (parameters, "resource 'parameters' takes parameters, but none are passed"),
-        (unannotated, "resource 'unannotated' does not say what it makes; annotate it `-> AsyncIterator[Client]`"),
-        (too_common, "does not say what it makes"),
-        (a_number, "does not say what it makes"),
-        (of_the_engine, "does not say what it makes"),
-        (a_batch, "does not say what it makes"),
+        (unannotated, "resource 'unannotated' has no usable return annotation; annotate it `-> AsyncIterator[Client]`"),
+        (too_common, "has no usable return annotation"),
+        (a_number, "has no usable return annotation"),
+        (of_the_engine, "has no usable return annotation"),
+        (a_batch, "has no usable return annotation"),
     ],
 )
 def test_what_is_not_a_resource_is_refused_where_it_is_defined(fn: Callable[..., Any], says: str) -> None:

@@ -104,8 +104,8 @@ def test_the_key_is_the_same_wherever_the_slot_is_seen_from() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"expression": "0 3 * *"}, "has not five fields"),
-        ({"expression": "0 3 * * * *"}, "has not five fields"),
+        ({"expression": "0 3 * *"}, "does not have five fields"),
+        ({"expression": "0 3 * * * *"}, "does not have five fields"),
         ({"expression": "61 3 * * *"}, "Bad minute"),
         ({"expression": "0 0 30 2 *"}, "'0 0 30 2"),
         ({"timezone": "Europe/Atlantis"}, "no time zone 'Europe/Atlantis'"),

@@ -72,7 +72,7 @@ async def test_the_error_names_the_step_that_has_had_them(
     shop = Shop(remote, ["apple", "pear"], ["pear", "apple"])
     await one.deliver(shop.handler())  # the call of the second one is open
     outcome = await two.resume(shop.handler())
-    assert "what it is given now was recorded for step 'shipped_1'" in str(outcome.error)
+    assert "its present arguments were recorded for step 'shipped_1'" in str(outcome.error)
 
 
 async def test_a_call_of_unknown_outcome_is_not_made_again_for_something_else(

@@ -239,7 +239,7 @@ async def test_a_lease_that_is_lost_while_a_drain_waits_for_a_step_leaves_none_b
 async def test_a_lease_that_is_lost_while_a_drain_gives_the_saga_back_changes_nothing(
     bench: Bench, one: Station
 ) -> None:
-    """The lane would end as one that was cancelled by what it ran, and the drain with an error."""
+    """The lane would end as one that was cancelled by the code that it ran, and the drain with an error."""
     begun, gives_back, go = asyncio.Event(), asyncio.Event(), asyncio.Event()
     release = one.leases.release
 

@@ -44,9 +44,9 @@ RUNS = {"app": "shop", "handler": "book", "version": "1"}
         (waiting(app="other"), [[RUNS]], "3 sagas of app 'other' wait for it, but no worker runs it"),
         (waiting(app="other"), [[{**RUNS, "app": "other"}]], None),
         (started(), [], None),
-        (started(handler="gone"), [[RUNS]], "3 sagas of app 'shop' that others have started wait to begin"),
+        (started(handler="gone"), [[RUNS]], "3 sagas of app 'shop', started by other sagas, wait to begin"),
         (started(handler="gone"), [[{**RUNS, "handler": "gone"}]], None),  # of a deployment that is not over
-        (started(app="other"), [[RUNS]], "3 sagas of app 'other' that others have started"),
+        (started(app="other"), [[RUNS]], "3 sagas of app 'other', started by other sagas"),
         (started(app="other"), [[{**RUNS, "app": "other"}]], None),
     ],
 )

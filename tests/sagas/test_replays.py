@@ -197,7 +197,7 @@ async def test_what_a_person_has_accepted_is_not_compared() -> None:
     assert await replayed(book, history(A, version="*")) == Replay(False, "saga_changed", MISSING_UNDO)
 
 
-MISSING_UNDO = "step 'a' has to be undone, and the handler no longer says how; recorded: a; requested: d"
+MISSING_UNDO = "step 'a' has to be undone, and the handler no longer has its `undo=`; recorded: a; requested: d"
 
 
 # --------------------------------------------------------------------------------------- it would be put aside, and why
@@ -244,8 +244,8 @@ async def other_call(order: dict[str, Any], saga: Saga) -> None:
         (reordered, history(A), "step 'a' is recorded, and the handler no longer requests it"),
         (other_kind, history(A), "step 'a' was recorded as tx, and is now call"),
         (other_output, history(A), "the stored output of step 'a' no longer decodes"),
-        (no_undo, history(A), "step 'a' has to be undone, and the handler no longer says how"),
-        (no_undo, history(A, state="undoing"), "step 'a' has to be undone, and the handler no longer says how"),
+        (no_undo, history(A), "step 'a' has to be undone, and the handler no longer has its `undo=`"),
+        (no_undo, history(A, state="undoing"), "step 'a' has to be undone, and the handler no longer has its `undo=`"),
         (ends_at_once, history(A), "step 'a' is recorded, and the handler no longer requests it"),
         (other_call, history(A, called("b")), "step 'b' is recorded, and the handler no longer requests it"),
         (other_call, history(A, called("b", overlapped=True)), "the outcome of step 'b' is unknown, and the handler "),

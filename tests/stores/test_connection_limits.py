@@ -66,7 +66,7 @@ async def test_the_narrowest_limit_is_compared_with_all_workers(ledger: Ledger) 
             owner.execute(sql.SQL("drop role {}").format(sql.Identifier(role)))
     assert "opens at most 13 connections, and a few more for a moment; with nothing to do it holds 2; there" in enough
     assert "there is room for 2 (CONNECTION LIMIT of the role: 30)" in enough
-    assert few.startswith("3 workers may need 39 connections, and there are 30 (CONNECTION LIMIT of the role); raise")
+    assert few.startswith("3 workers may need 39 connections, but only 30 are allowed (CONNECTION LIMIT of the role)")
 
 
 async def test_of_a_pooler_its_console_says_it_where_we_may_ask(

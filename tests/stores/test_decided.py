@@ -12,7 +12,7 @@ from idemconsumer.user_code.call import mark
 
 LOST = CommitUnknown("lost")
 AWAY = StoreUnavailable("away")
-RIVAL = Contention("a rival holds the key")
+RIVAL = Contention("another worker holds the key")
 
 
 class Act:

@@ -84,7 +84,7 @@ def test_one_process_has_one_list_of_secrets_from_its_beginning() -> None:
         hashing.obey(OTHER)
     late = Hashing()
     late.digest(b"key", b"")
-    with pytest.raises(ConfigurationError, match="come too late"):
+    with pytest.raises(ConfigurationError, match="were set too late"):
         late.obey(SECRET)
 
 
@@ -94,7 +94,7 @@ def test_nothing_is_hashed_before_it_is_known_with_what() -> None:
         keys.fingerprint(b"body")
     HASHING.settle(b"d" * 32)
     HASHING.settle(b"d" * 32)
-    with pytest.raises(ConfigurationError, match="beside `key_secrets` use one schema in a process"):
+    with pytest.raises(ConfigurationError, match="with `key_secrets`, use one schema per process"):
         HASHING.settle(b"e" * 32)
 
 

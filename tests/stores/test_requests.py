@@ -471,7 +471,7 @@ async def test_a_person_sees_what_runs_and_decides_about_what_was_lost(book: Led
     assert detail.request.lost
     assert "not known how far it got" in detail.next
     (found,) = [each for each in await diagnose(book.dsn, SCHEMA) if each.subject == "requests of shop/pay"]
-    assert "1 were begun by processes that are gone" in found.text
+    assert "1 were begun by processes that have ended" in found.text
     await known.release(A.key, by="me")
     assert book.run("select from idemconsumer.request") == []
     assert book.states == []

@@ -222,7 +222,7 @@ async def test_it_works_or_says_how(
 
     assert kinds(await to_the_end(engine, works(handler, 1))) == [outcome]
     for (error,) in book.run("select error from idemconsumer.dead_letter"):
-        assert "send it as a statement of its own" in error
+        assert "send it alone, not inside DO" in error
 
 
 class Sku:

@@ -388,7 +388,7 @@ def test_what_is_no_response_is_a_fault_of_the_handler(response: Result) -> None
 
 
 def test_a_rejection_says_no() -> None:
-    with pytest.raises(ValueError, match="write an HTTP status that says no"):
+    with pytest.raises(ValueError, match="write an HTTP error status"):
         Reject("no", status=200)
 
 

@@ -74,7 +74,7 @@ async def test_a_story_is_told_from_the_first_failure_to_the_end(bench: Bench, k
     assert "`dead redrive 1`" in found.next
 
     await Redrives(bench.dsn, SCHEMA).redrive(ALL, by="ann", run="r")
-    assert "runs when that is due" in (await explained(known)).next
+    assert "runs when it is due" in (await explained(known)).next
     service.act = succeed
     await bench.until_empty(service.app)
     found = await explained(known)
@@ -87,8 +87,8 @@ async def test_a_story_is_told_from_the_first_failure_to_the_end(bench: Bench, k
 @pytest.mark.parametrize(
     ("act", "says", "outcome"),
     [
-        (succeed, "gets the stored result; with another payload it would be a conflict", "duplicate"),
-        (refuse, "gets the stored rejection", "duplicate"),
+        (succeed, "would get the stored result; with another payload it would be a conflict", "duplicate"),
+        (refuse, "would get the stored rejection", "duplicate"),
         (fail, "its key is dead", "dead"),
     ],
 )

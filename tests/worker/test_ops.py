@@ -446,7 +446,8 @@ async def test_probes_need_no_library(monkeypatch: pytest.MonkeyPatch, logged: L
         said = await get("/metrics")
     assert said.startswith("HTTP/1.1 501 Not Implemented\r\n")
     assert "pip install 'idemconsumer[metrics]'" in said
-    assert [each["event"] for each in logged.entries if each["log_level"] == "warning"] == ["no metrics"]
+    warned = [each["event"] for each in logged.entries if each["log_level"] == "warning"]
+    assert warned == ["metrics unavailable, prometheus-client is not installed"]
 
 
 def test_a_port_that_is_taken_is_one_line_and_exit_2(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ async def test_it_is_stored_with_its_attempt_then_settled_then_run_by_another_wo
     worker = await bench.until_empty(service.app)
     assert worker.counts == {"applied": 1}
     first, second = service.seen
-    assert second == replace(first, attempt=2), "with all that its broker gave"
+    assert second == replace(first, attempt=2), "with everything that its broker delivered"
     assert (bench.effects(), states(bench), rows(bench)) == (["a"], [State.COMPLETED], (0, 0, 0))
 
 

@@ -235,7 +235,7 @@ def test_only_sagas_are_scheduled_and_each_name_once() -> None:
     @app.idempotent_handler("memory:b", key="slot")
     async def report(given: dict[str, str], saga: Saga) -> None: ...
 
-    with pytest.raises(ConfigurationError, match=r"@app\.every is not above a saga of this app"):
+    with pytest.raises(ConfigurationError, match=r"@app\.every does not decorate a saga of this app"):
         app.every("0 * * * *")(joined)
     with pytest.raises(ConfigurationError, match="two schedules are named 'report'"):
         app.every("5 * * * *")(report)

@@ -138,7 +138,7 @@ async def test_a_full_room_stops_the_lane_and_says_so_once(
         rivals = [await stack.enter_async_context(bench.rival(key_of(name))) for name in busy]
         async with bench.running(app, concurrency=1) as running:
             await running.until_count(busy=3)
-            await running.until(lambda: times(logged, "waiting room full, orders wait") == 1)
+            await running.until(lambda: times(logged, "waiting room full, orders are held up") == 1)
             rounds = running.points.count(Point.CLAIMED)
             await running.until(lambda: running.points.count(Point.CLAIMED) > rounds + 3)
             assert len(waiting_room(running.worker, "handle")) == 2
@@ -147,7 +147,7 @@ async def test_a_full_room_stops_the_lane_and_says_so_once(
                 await let_go()
             await running.until_count(applied=5)
     assert sorted(bench.effects()) == ["behind", *busy]
-    assert times(logged, "waiting room full, orders wait") == 1
+    assert times(logged, "waiting room full, orders are held up") == 1
 
 
 def resting(count: Callable[[], int]) -> Callable[[], bool]:

@@ -29,7 +29,7 @@ _REFUSALS: Final[Mapping[type[errors.KafkaError], str]] = {
         "group.min.session.timeout.ms and group.max.session.timeout.ms (6 s and 1800 s by default)"
     ),
     errors.InconsistentGroupProtocolError: (
-        "live members of the group, perhaps of another program, assign partitions by another protocol than ours "
+        "live members of the group, perhaps of another program, use another partition assignor than idemconsumer "
         '(roundrobin); stop them, or give the handlers a consumer_group="…" of their own'
     ),
     errors.GroupAuthorizationFailedError: (

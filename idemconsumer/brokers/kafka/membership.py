@@ -58,8 +58,8 @@ class Seat:
         if any(member != mine for member in await self._members(consumer)):
             raise Replaced(
                 f"kafka group {self._group!r}: another process has joined under this worker's kafka_group_instance_id, "
-                f"{self.instance!r}, and has its partitions; give each pod its own, such as the pod's name in a "
-                "StatefulSet, or unset IDEMCONSUMER_KAFKA_GROUP_INSTANCE_ID (a Deployment needs none)"
+                f"{self.instance!r}, and has taken over its partitions; give each pod its own, such as the pod's name "
+                "in a StatefulSet, or unset IDEMCONSUMER_KAFKA_GROUP_INSTANCE_ID (a Deployment needs none)"
             )
 
     async def _members(self, consumer: AIOKafkaConsumer) -> list[str]:

@@ -47,8 +47,8 @@ from idemconsumer.user_code.cancellation import end, retrieve
 
 _DELETED: Final = "Kafka deleted them before the group read them: keep messages longer (retention.ms), or add workers"
 _CUT: Final = (
-    "the log is not the one that the group has read: a replica that lacks its end became the leader (unclean "
-    "election), the log was restored, or the topic was recreated; reading continues at begins_at"
+    "this is a different log from the one that the group has read: a replica without the latest records became the "
+    "leader (unclean election), the log was restored, or the topic was recreated; reading continues at begins_at"
 )
 
 

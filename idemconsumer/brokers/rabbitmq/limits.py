@@ -80,7 +80,8 @@ def _delivery_limit(subject: str, name: object, limit: int, dead_letters: str | 
             "error",
             subject,
             f"{said} and no dead-letter exchange: beyond the limit the broker deletes a message, and each worker that "
-            "ends returns all that it had prefetched; give it an exchange, for example: rabbitmqctl "
+            "ends returns all messages that it prefetched, which counts as a delivery; give it an exchange, for "
+            "example: rabbitmqctl "
             f"set_policy keep-{name} '^{name}$' "
             """'{"dead-letter-exchange":"dlx"}' --apply-to queues, and bind a queue to that exchange""",
         )

@@ -41,8 +41,8 @@ async def refuse_unfit(redises: Redises) -> None:
             whose = "of a replica, which may take over, " if memory in replicas else ""
             raise ConfigurationError(
                 f"redis: maxmemory-policy {whose}is {policy}, so a claim could be evicted and its request run again; "
-                "set it to noeviction, on a server of its own if caches need another: "
-                "CONFIG SET maxmemory-policy noeviction"
+                "set it to noeviction (CONFIG SET maxmemory-policy noeviction), and if caches need another policy, use "
+                "a separate server for them"
             )
 
 
