@@ -59,6 +59,11 @@ def stale(mutant: Mutant) -> Iterator[str]:
     times = path.read_text("utf-8").count(mutant.text) if path.is_file() else 0
     if times != 1:
         yield f"the text stands {times} times in the file" if path.is_file() else "there is no such file"
+    elif path.suffix == ".py":  # what does not compile is noticed by any test
+        try:
+            compile(path.read_text("utf-8").replace(mutant.text, mutant.becomes), mutant.file, "exec")
+        except SyntaxError as error:
+            yield f"what it makes does not compile: {error}"
     if mutant.text == mutant.becomes:
         yield "it changes nothing"
     if _RULE.fullmatch(mutant.rule) and mutant.rule not in rules():
