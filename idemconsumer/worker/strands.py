@@ -245,16 +245,13 @@ class Strands:
             for held in takewhile(_runs, strand.line):
                 held.running = False
 
-    def wake(self, now: float) -> bool:
-        """What is due can run, behind all that is ready. Whether there was any."""
-        woken = False
+    def wake(self, now: float) -> None:
+        """Strands whose retry is due can run, behind all that are ready."""
         while self._later and self._later[0][0] <= now:
             due, _, strand = heappop(self._later)
             if strand.waits is Wait.RETRY and strand.due == due:
                 self._go_on(strand)
                 self._queue_last(strand)
-                woken = True
-        return woken
 
     @property
     def next_due(self) -> float:

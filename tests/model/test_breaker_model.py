@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from idemconsumer.engine.failing import Failing, Subject
 from idemconsumer.engine.work import Work
 from idemconsumer.message.message import Message
 from idemconsumer.ports.broker import Delivery, Epoch
@@ -25,6 +24,7 @@ from idemconsumer.worker.capacity import ROOM
 from idemconsumer.worker.in_flight import InHand
 from idemconsumer.worker.lanes import Lanes
 from tests.model.virtual_time import Loop, free, of_tenants, ordered
+from tests.support.failures import Failures
 from tests.support.workers import Item, body
 
 RUN = 0.01  # seconds that a handler takes
@@ -99,12 +99,12 @@ class World:
             await asyncio.sleep(0.1)
 
 
-class _Worker:
+class _Worker(Failures):
     """The engine of a worker and its session too, as far as lanes see them."""
 
     def __init__(self, world: World, lanes: int) -> None:
         self._world, self._lanes_each = world, lanes
-        self._failing, self._subject = Failing(watched=True), Subject.handler(world.handler)
+        super().__init__(world.handler)
         self._epoch = Epoch()
         self._in_hand = InHand(cast(Any, self), NullObserver())
         self._lanes = Lanes(self._in_hand, [world.handler], Settings(concurrency=lanes))
@@ -126,18 +126,6 @@ class _Worker:
         self._lanes.dispatch(Work.of(self._world.handler, message), Delivery(message, self._epoch), cast(Any, self))
 
     async def settle(self, deliveries: Sequence[Delivery]) -> None: ...
-
-    def group_size(self, handler: object) -> int:
-        return 1
-
-    def health(self, handler: object) -> object:
-        return self._failing.of(self._subject)
-
-    def has_failed(self, work: Work) -> bool:
-        return work.attempts > 0 or self._failing.has_failed(self._subject, work.identity)
-
-    def failed_beside(self, work: Work) -> int:
-        return self._failing.failed_beside(self._subject, work.tenant)
 
     async def run(self, group: Sequence[Work], *, defer: bool) -> list[Outcome]:
         """As `Endings.failed` decides."""

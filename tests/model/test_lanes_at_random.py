@@ -15,7 +15,6 @@ from typing import Any, Final, cast
 
 import pytest
 
-from idemconsumer.engine.failing import Failing, Subject
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.message.message import Message
@@ -28,6 +27,7 @@ from idemconsumer.worker.in_flight import InHand
 from idemconsumer.worker.lanes import Lanes
 from idemconsumer.worker.turns import Turns
 from tests.model.virtual_time import Loop, free, of_tenants, ordered
+from tests.support.failures import Failures
 from tests.support.tuning import tuned
 from tests.support.workers import Item, body
 
@@ -40,15 +40,15 @@ DUPLICATE: Final = Outcome(OutcomeKind.DUPLICATE, state=State.COMPLETED)
 BUSY: Final = Outcome(OutcomeKind.BUSY, attempt=1)
 
 
-class World:
+class World(Failures):
     """The engine, the session and the broker of one worker, as far as lanes see them."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
         self.handler = chance.choice([free, ordered, of_tenants]).plan.bind("model")
+        super().__init__(self.handler)
         self.down = self.calm = False
         self.twice: list[str] = []  # keys that ran in two lanes
-        self._failing, self._subject = Failing(watched=True), Subject.handler(self.handler)
         self._running = set[str]()
         self._done = set[str]()
         self._held_until: dict[str, float] = {}  # by a rival
@@ -98,15 +98,6 @@ class World:
     # ------------------------------------------------------------------------------------------------------- its engine
     def group_size(self, handler: object) -> int:
         return 4
-
-    def health(self, handler: object) -> object:
-        return self._failing.of(self._subject)
-
-    def has_failed(self, work: Work) -> bool:
-        return work.attempts > 0 or self._failing.has_failed(self._subject, work.identity)
-
-    def failed_beside(self, work: Work) -> int:
-        return self._failing.failed_beside(self._subject, work.tenant)
 
     def _likely(self, share: float) -> bool:
         return not self.calm and self.chance.random() < share

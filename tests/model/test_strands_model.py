@@ -14,6 +14,7 @@ from idemconsumer.ports.broker import Delivery, Epoch
 from idemconsumer.worker.in_flight import InFlight, Wait
 from idemconsumer.worker.strands import Strands
 from tests.model.explorer import Violation, walk
+from tests.support.failures import NoFailures
 from tests.support.workers import Item, body
 
 LANES: Final = 2
@@ -42,14 +43,6 @@ async def handle(item: Item, tx: Tx) -> None: ...
 
 
 BOUND: Final = handle.plan.bind("model")
-
-
-class NoFailures:
-    def has_failed(self, work: Work) -> bool:
-        return False
-
-    def failed_beside(self, work: Work) -> int:
-        return 0
 
 
 class Station:

@@ -17,12 +17,13 @@ from idemconsumer.brokers.kafka.kafka_broker import KafkaBroker
 from idemconsumer.engine.work import Work
 from idemconsumer.ports.broker import Delivery, Epoch, Outgoing
 from idemconsumer.ports.observer import NullObserver
-from idemconsumer.rules.breaker import IN_A_ROW, HandlerHealth
+from idemconsumer.rules.breaker import IN_A_ROW
 from idemconsumer.worker.feed import _Kind, _kind
 from idemconsumer.worker.in_flight import InFlight, InHand, Strand
 from idemconsumer.worker.lanes import HandlerLanes
 from idemconsumer.worker.strands import Strands
 from idemconsumer.worker.turns import Turns
+from tests.support.failures import NoFailures
 from tests.support.inside import in_flight, in_memory
 from tests.support.kafka import create_topic
 from tests.support.logs import LogCapture, times
@@ -263,22 +264,6 @@ class Place:
         self.strands.rest(held.strand, 0.0)
 
 
-class NoFailures:
-    """What is seen of an engine."""
-
-    def health(self, handler: object) -> HandlerHealth:
-        return HandlerHealth()
-
-    def group_size(self, handler: object) -> int:
-        return 1
-
-    def has_failed(self, work: Work) -> bool:
-        return False
-
-    def failed_beside(self, work: Work) -> int:
-        return 0
-
-
 class FailingTenant(NoFailures):
     def failed_beside(self, work: Work) -> int:
         return IN_A_ROW if work.call is not None and work.call.key.isupper() else 0
@@ -348,7 +333,7 @@ async def test_only_so_many_bytes_may_wait_aside(monkeypatch: pytest.MonkeyPatch
     assert not place.strands.full
     place.rest(second)
     assert place.strands.full
-    assert place.strands.wake(30.0)
+    place.strands.wake(30.0)
     assert not place.strands.full
     assert [each.delivery.epoch.waiting for each in (first, second, third)] == [0, 0, 0]
 
