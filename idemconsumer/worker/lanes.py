@@ -1,7 +1,7 @@
 """Lanes: how many strands of each handler run at a time, and when each begins.
 
-Each handler has lanes of its own (D13). A delivery is decoded and keyed before it is dispatched (D1); what must run one
-after another is a strand (`strands`), and a lane takes a group of those that can run, or waits until there is one.
+Each handler has lanes of its own (D13). A delivery is decoded and keyed before it is dispatched (D1). Deliveries that
+must run one after another form a strand (`strands`). A lane takes a group of strands that can run, or waits for one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from idemconsumer.worker.strands import Strands
 from idemconsumer.worker.turns import Turns
 
 _LOOK: Final = 0.02  # seconds, in a drain
-_LOOK_UP: Final = 1.0  # seconds after which it is seen whether what waits is still ours
-_FULL: Final = 1.0  # seconds until a busy one, for which there is no room, is claimed again
+_LOOK_UP: Final = 1.0  # seconds between checks of whether this process still owns the deliveries that wait
+_FULL: Final = 1.0  # seconds until a busy delivery for which there is no room is claimed again
 
 
 class HandlerLanes:
-    """The lanes of one handler, and its strands. `index` is the number under which an epoch counts what they ran;
-    `freed` is set when a lane has nothing to do."""
+    """The lanes of one handler, and its strands. `index`: the number under which an epoch counts the suspects of this
+    handler (K10). `freed` is set when a lane has nothing to do."""
 
     def __init__(
         self, handler: BoundHandler, in_hand: InHand, turns: Turns, freed: asyncio.Event, *, lanes: int, index: int
@@ -75,7 +75,7 @@ class HandlerLanes:
 
     @property
     def idle(self) -> int:
-        """How many lanes will have nothing to do; none of a handler that is paused."""
+        """How many lanes will have nothing to do; 0 while the handler is paused."""
         free = self.count - self.running
         return 0 if self.paused else max(min(free, int(self._kept)), free - self.strands.ready)
 
@@ -87,8 +87,8 @@ class HandlerLanes:
 
     @property
     def to_begin(self) -> bool:
-        """Whether something is about to begin whose broker counts what is given back as delivered. A saga would not end
-        soon, and a handler all of whose messages fail gets nothing done."""
+        """Whether a delivery is about to begin whose broker would count a return as a delivery (D11). False for sagas,
+        which would not end soon, and while all messages of the handler fail."""
         if self._handler.leased or self.paused or self._in_hand.outage.lasts or self._health.probing:
             return False
         return any(held.delivery.epoch.returns_count and not held.abandoned for held in self.strands.about_to_begin)
@@ -99,17 +99,17 @@ class HandlerLanes:
             self.look()
 
     def keep(self, kept: bool) -> None:
-        """Whether one lane is to stay free for a saga that is about to be taken."""
+        """Set whether one lane stays free for a saga that is about to be taken (L33)."""
         self._kept = kept
         self.look()
 
     async def give_back(self) -> None:
-        """What never started, as far as that costs nothing. The rest waits where it is (O14)."""
+        """Return deliveries that have not started, where that costs nothing. The others wait where they are (O14)."""
         if deliveries := self.strands.give_back():
             await self._in_hand.release(deliveries)
 
     def drain(self) -> None:
-        """Wake up all that waits, since `InHand.draining` is set."""
+        """Wake all tasks that wait, because `InHand.draining` is set."""
         for waiter in self._idle:
             if not waiter.done():
                 waiter.set_result(None)
@@ -120,7 +120,8 @@ class HandlerLanes:
             self._timer.cancel()
 
     def look(self) -> None:
-        """Let begin what can. To be called whenever that may have changed, but for what changes with time."""
+        """Start all lanes that can run something. Call it whenever that may have changed; changes that come with time
+        have a timer."""
         if self._in_hand.draining:
             return
         now, health, strands = asyncio.get_running_loop().time(), self._health, self.strands
@@ -141,7 +142,7 @@ class HandlerLanes:
         self._look_again(now, health)
 
     def _may_begin(self, now: float, health: HandlerHealth) -> bool:
-        """Whether one more lane can."""
+        """Whether one more lane can begin."""
         if self.paused or len(self._idle) <= (self._kept and not self.strands.next_is_ours):
             return False
         if health.probing:
@@ -149,7 +150,7 @@ class HandlerLanes:
         return self.strands.takeable(probing=False) > self._asking
 
     def _may_probe(self, now: float, health: HandlerHealth) -> bool:
-        """One message at a time, unless what runs hangs."""
+        """Whether a probe may begin: one message at a time, unless the message that runs hangs."""
         return now >= health.next_run and (self._probe is None or now >= self._hangs_at)
 
     def _look_again(self, now: float, health: HandlerHealth) -> None:
@@ -171,13 +172,13 @@ class HandlerLanes:
 
     # ----------------------------------------------------------------------------------------------------------- a lane
     async def work(self) -> None:
-        """One lane. Returns when drained."""
+        """Run one lane. Returns when drained."""
         PARTY.set(self._handler.name)
         while await self._may_go_on():
             await self._run_next()
 
     async def _may_go_on(self) -> bool:
-        """Once there is something to run; False in a drain."""
+        """Wait until there is something to run; False in a drain."""
         begin = asyncio.get_running_loop().create_future()
         self._idle.appendleft(begin)
         self.look()
@@ -195,7 +196,7 @@ class HandlerLanes:
         await self._conclude(group, outcomes)
 
     def _turn(self) -> AbstractAsyncContextManager[None]:
-        """A message that runs alone needs none."""
+        """The right to open a group (G13). A message that runs alone needs none."""
         if self._health.probing or self._engine.group_size(self._handler) == 1:
             return nullcontext()
         return self._turns.of(self._handler.name)
@@ -236,8 +237,8 @@ class HandlerLanes:
         return delivery.epoch.on_probation(self._index, self.count, held.strand.order)
 
     async def _conclude(self, group: Sequence[InFlight], outcomes: Sequence[Outcome]) -> None:
-        """What is to run again waits until it is due, with all that is behind it in its strand (D3, D15); what is busy
-        waits for its rival; and what was not decided has its place again."""
+        """Remove the deliveries of a group that are finished. One that must run again waits until it is due, with all
+        behind it in its strand (D3, D15); a busy one waits for its rival (D5); an undecided one gets its place back."""
         now = asyncio.get_running_loop().time()
         strands, again = dict.fromkeys(held.strand for held in group), set[InFlight]()
         for held, outcome in zip(group, outcomes, strict=False):
@@ -248,7 +249,7 @@ class HandlerLanes:
                 case Settlement.WAITING_ROOM:
                     if not self._await_rival(held, now):
                         held.due = now + _FULL
-                        # What has an order would be overtaken by those behind it.
+                        # With an order it is not deferred: the deliveries behind it would overtake it.
                         held.strand.deferred |= held.strand.order is None
                         again.add(held)
                 case _:
@@ -261,11 +262,11 @@ class HandlerLanes:
         for strand in left:
             if strand.line[0] not in again:
                 self.strands.put_back(strand)
-        for strand in failed:  # this may wait, and by then another lane may have what is not held here
+        for strand in failed:  # this may wait, and another lane may take the strands put back above meanwhile
             await self._rest(strand)
 
     def _await_rival(self, held: InFlight, now: float) -> bool:
-        """Whether there is room for it. Else it keeps its place, and its order waits with it."""
+        """True if there is room for the delivery. Otherwise it keeps its place, and its order waits with it."""
         self._told = self._told and self.strands.round_at < math.inf
         if self.strands.await_rival(held, now):
             return True
@@ -283,12 +284,13 @@ class HandlerLanes:
                 log.warning("too many retries wait, lane waits", handler=handler, size=size)
                 logged = True
             self._woken.clear()
-            self.look()  # for the other lanes
+            self.look()  # starts other lanes
             await self._woken.wait()
         self.strands.rest(strand, asyncio.get_running_loop().time())
 
     async def look_for_rivals(self) -> None:
-        """In rounds: what their records decide is settled, with one read for all; what is left is claimed again."""
+        """Run the rounds for rivals (D5): one read for the records of all waiting deliveries settles those that are
+        decided; lanes claim the others again."""
         PARTY.set(self._handler.name)
         while not self._in_hand.draining:
             await self._round.wait()
@@ -304,7 +306,7 @@ class HandlerLanes:
 
 
 class Lanes:
-    """Those of all handlers of a worker."""
+    """The lanes of all handlers of a worker."""
 
     def __init__(self, in_hand: InHand, handlers: Sequence[BoundHandler], settings: Settings) -> None:
         self.in_hand = in_hand
@@ -319,20 +321,20 @@ class Lanes:
         self.finished = asyncio.Event()
 
     def of(self, handler: str) -> HandlerLanes:
-        """Those of the handler with this name."""
+        """The lanes of the handler with this name."""
         return self._of[handler]
 
     @property
     def all(self) -> Collection[HandlerLanes]:
-        """Those of each handler."""
+        """The lanes of each handler."""
         return self._of.values()
 
     def paused(self, handler: str) -> bool:
-        """Whether nothing of this handler may be taken or begun."""
+        """Whether no message of this handler may be taken or begun."""
         return handler in self.in_hand.paused
 
     def pause(self, handlers: Collection[str]) -> None:
-        """From now on nothing of these begins, and of all others it does; what runs is finished (O14)."""
+        """Pause these handlers and resume all others; messages that run are finished (O14)."""
         resumed = self.in_hand.paused - frozenset(handlers)
         self.in_hand.paused = frozenset(handlers)
         for handler in resumed & self._of.keys():
@@ -340,13 +342,13 @@ class Lanes:
         self.freed.set()
 
     async def give_back(self) -> None:
-        """What was fetched for a handler that is paused. Called after each fetch: some began before the pause."""
+        """Return what was fetched for paused handlers. Called after each fetch: some fetches began before the pause."""
         for handler in self.in_hand.paused & self._of.keys():
             await self._of[handler].give_back()
 
     def dispatch(self, work: Work, delivery: Delivery, session: Session) -> None:
         in_hand, held = self.in_hand, InFlight(work, delivery, session)
-        it = weakref.ref(held)  # which has the work: else only a garbage collection would free the two, and the message
+        it = weakref.ref(held)  # a strong reference would be a cycle: only a garbage collection would free the message
         work.abandoned = lambda: (kept := it()) is None or kept.abandoned or in_hand.draining
         in_hand.in_flight += 1
         order = None if work.call is None else work.call.order
@@ -354,7 +356,7 @@ class Lanes:
 
     @property
     def states(self) -> dict[str, HandlerState]:
-        """Of all handlers, by name."""
+        """The states of all handlers, by name."""
         return {name: lanes.state for name, lanes in self._of.items()}
 
     def idle(self, handler: str) -> int:
@@ -362,18 +364,18 @@ class Lanes:
         return self._of[handler].idle
 
     def keep(self, handler: str, kept: bool) -> None:
-        """Whether the next lane of a handler that is free is kept for a saga."""
+        """Set whether the next free lane of a handler is kept for a saga."""
         self._of[handler].keep(kept)
 
     @property
     def closed(self) -> bool:
-        """Whether one that may kill this worker is alone, or waits to be (L23)."""
+        """Whether a message that may kill this worker runs alone, or waits to (L23)."""
         return self.in_hand.engine.company.closed
 
     @property
     def keys(self) -> list[bytes]:
-        """The keys in hand, without those that only wait for the owner of their key: after a lost answer the owner may
-        be this process, and then nothing here would go on with the saga."""
+        """The keys in flight, except those of deliveries that only wait for a rival: after a lost answer that rival may
+        be this process, and then no delivery here would continue the saga."""
         return [key for lanes in self._of.values() for key in lanes.strands.keys]
 
     # --------------------------------------------------------------------------------------------------------- working
@@ -391,12 +393,12 @@ class Lanes:
             self.finished.set()
 
     def cancel(self) -> None:
-        """What still runs is rolled back, costs no attempt and is not settled."""
+        """Cancel what still runs: it is rolled back, costs no attempt and is not settled."""
         for task in self._tasks:
             task.cancel()
 
     async def run_out(self, within: float, reading: Callable[[], bool]) -> None:
-        """Wait until nothing is read, or about to begin, that would count as delivered if it was given back (D11)."""
+        """Wait until no delivery is being read, or about to begin, whose return would count as a delivery (D11)."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within):
                 while self._to_read(reading) or any(lanes.to_begin for lanes in self._of.values()):
@@ -406,11 +408,11 @@ class Lanes:
         return reading() and not self.in_hand.outage.lasts
 
     def drain(self) -> None:
-        """Start nothing new; `work` returns when what runs has been settled. Sagas are released at once."""
+        """Start no message any more; `work` returns when those that run are settled. Sagas are released at once."""
         self.in_hand.drain()
         for lanes in self._of.values():
             lanes.drain()
 
     async def release(self) -> None:
-        """Give back what never started."""
+        """Return all deliveries that have not started."""
         await self.in_hand.release([held for lanes in self._of.values() for held in lanes.strands.clear()])

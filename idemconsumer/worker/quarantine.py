@@ -1,4 +1,5 @@
-"""What waits for others, since all of its handler fails, or all of its tenant (D17). The rule is in `rules.breaker`."""
+"""Quarantine: strands that wait because all messages of their handler or tenant fail (D17). The rule is in
+`rules.breaker`."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from idemconsumer.worker.in_flight import Strand
 
 
 class Ledger(Protocol):
-    """What the engine knows of failures."""
+    """The engine's record of failures."""
 
     def has_failed(self, work: Work) -> bool: ...
     def failed_beside(self, work: Work) -> int: ...
 
 
 class Quarantine:
-    """Of one handler: which strands belong there, and when one may leave. `trying`: how many lanes run what has left it
-    although it fails."""
+    """Decides, for one handler, which strands belong in quarantine, and when one may leave it. `trying`: how many lanes
+    run a strand that was let out although its handler or tenant still fails."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -28,28 +29,28 @@ class Quarantine:
         self.trying = 0
 
     def keeps(self, strand: Strand, *, probing: bool) -> bool:
-        """What is of a tenant whose messages fail waits for those of others. While they are probed, what has failed
-        waits for those that have not."""
+        """Whether a strand belongs in quarantine: its tenant's messages fail, or, while the handler is probed, its
+        first message, or another one of its tenant, has failed."""
         if strand.permitted and not self.trying:
             return False
         beside = self.beside(strand)
         return beside >= failing.IN_A_ROW or (probing and (beside > 0 or self.failed(strand)))
 
     def failed(self, strand: Strand) -> bool:
-        """Whether the first one of it has."""
+        """Whether the first delivery of a strand has failed."""
         return self._ledger.has_failed(strand.line[0].work)
 
     def beside(self, strand: Strand) -> int:
-        """How many of its tenant have failed, since one of it succeeded."""
+        """How many messages of a strand's tenant have failed since one of that tenant succeeded."""
         work = strand.line[0].work
         return 0 if work.tenant is None else self._ledger.failed_beside(work)
 
     def begin(self, now: float) -> None:
-        """The first one is there."""
+        """Set the time of the next release. Called when the first strand comes, and at each release."""
         self.next_out = now + failing.AGAIN
 
     def opens(self, now: float, *, probing: bool) -> bool:
-        """Whether some may leave: once its handler works again, or, until then, in their time."""
+        """Whether strands may leave: when the handler works again, or, until then, once a second."""
         before, self._probed = self._probed, probing
         if now < self.next_out if probing else not before:
             return False
@@ -57,6 +58,6 @@ class Quarantine:
         return True
 
     def has_turn(self) -> bool:
-        """Each second time: what is there has its share, whatever else there is."""
+        """True every second time, so that strands in quarantine get their share, however many others are ready."""
         self._has_turn = not self._has_turn
         return not self._has_turn

@@ -1,14 +1,14 @@
-"""Strands: what must run one after another, and which of it is next.
+"""Strands: deliveries that must run one after another, and which strand is next.
 
 A strand is the deliveries of one order (D2), or, of what has no order, those of one key, in order of arrival. A key is
 in one strand (D1): its later deliveries follow it there, whatever their order is. One lane at a time has a strand, and
-runs the first of it; so what is slow, or fails, holds up its own strand and no other (D3, D14).
+runs its first deliveries. So a delivery that is slow, or fails, holds up its own strand and no other (D3, D14).
 
 Strands that can run stand in one heap, by the arrival of their first delivery. The others are taken by a lane, or wait:
-for their next attempt (D15), in quarantine (D17), or for a rival (D5). What waits counts as waiting, so that its source
-may deliver others in its place (D8).
+for their next attempt (D15), in quarantine (D17), or for a rival (D5). Their deliveries count as waiting, so that their
+source may deliver others in their place (D8).
 
-Nothing here waits or has a clock: `now` is given. The lanes, and the timers, are in `lanes`.
+No function here waits or reads a clock: `now` is an argument. The lanes and their timers are in `lanes`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _AHEAD: Final = 1 << 62  # of all that ever arrives
 
 
 class Strands:
-    """Those of one handler. `room`: how many strands may wait for their next attempt, and how many deliveries of one
-    source for a rival. `forget` is told of what its broker has taken back."""
+    """The strands of one handler. `room`: how many of them may wait for their next attempt, and how many deliveries of
+    one source for a rival. `forget` is called with deliveries that their broker has taken back."""
 
     def __init__(self, ledger: Ledger, forget: Callable[[Iterable[InFlight]], None], room: int) -> None:
         self.quarantine = Quarantine(ledger)
@@ -52,8 +52,8 @@ class Strands:
 
     # -------------------------------------------------------------------------------------------------------------- add
     def add(self, held: InFlight, order: Hashable | None) -> bool:
-        """Whether more can run now. A saga that is ours is outside the order: what waits here for its end must not
-        delay it, and it does not wait behind what is not ours."""
+        """Add a delivery. True if another strand can run now. A saga that this process holds is outside the order:
+        deliveries that wait here for its end must not delay it, and it waits behind no other message."""
         before, ours = len(self._heap), held.work.leased is not None
         strand = None if ours else self._known(held.work.key, order)
         held.number = next(self._numbers) - ours * _AHEAD
@@ -66,7 +66,7 @@ class Strands:
         return len(self._heap) > before
 
     def learn(self, held: InFlight) -> None:
-        """It has a key: perhaps only now, since it could not be read before."""
+        """Register the key of a delivery, which may be known only now, because it could not be read before."""
         if (key := held.work.key) and not held.key:
             held.key = key
             strand, others = self._of_key.get(key, (held.strand, 0))
@@ -103,8 +103,8 @@ class Strands:
 
     # ------------------------------------------------------------------------------------------------------------- take
     def take(self, size: int, now: float, *, beside: int = 0, probing: bool = False) -> list[InFlight]:
-        """A group of at most `size` for a lane, which has its strands from now on; `beside` other lanes, which could
-        run too, get as much. Nothing waits for a group to fill."""
+        """Take a group of at most `size` deliveries for a lane, which holds their strands from now on. As many are left
+        for each of `beside` other lanes that could run, too. A group is never waited for to fill."""
         group: list[InFlight] = []
         most = max(1, math.ceil(len(self._heap) / (1 + beside)))
         strand = self._first(now, probing)
@@ -112,12 +112,12 @@ class Strands:
             strand.taken, most = True, most - 1
             self.quarantine.trying += strand.permitted
             for held in strand.line:
-                # What has failed before is not behind others, which would run again with it.
+                # A delivery that has failed before is not put behind others: they would run again with it.
                 if len(group) == size or held.abandoned or (group and held.due):
                     break
                 held.running = True
                 group.append(held)
-            # Nor would others wait with one that may hang (D17), or is claimed otherwise.
+            # No strand joins one that may hang (D17), or one whose claim waits for a rival differently (D5).
             alone = most == 0 or len(group) == size or strand.permitted
             after = None if alone else self.next_ready(now, probing)
             may_join = after is not None and after.deferred is strand.deferred and not after.line[0].due
@@ -125,7 +125,7 @@ class Strands:
         return group
 
     def _first(self, now: float, probing: bool) -> Strand | None:
-        """What a lane begins with."""
+        """The strand with which a lane begins its group."""
         ready = self.next_ready(now, probing)
         if probing:
             fresh = () if ready else self._fresh()
@@ -137,7 +137,7 @@ class Strands:
     def _peek(self) -> Strand | None:
         while self._heap:
             strand = self._heap[0][1]
-            # One that waited for a rival may have been given a later time before its turn came.
+            # A strand in the heap may wait for a retry by now: a round has decided that in the meantime.
             if not strand.taken and self._still_ours(strand) and strand.waits in (None, Wait.RIVAL):
                 return strand
             self._unqueue()
@@ -153,7 +153,7 @@ class Strands:
         return strand
 
     def takeable(self, *, probing: bool) -> int:
-        """How many groups could begin now, or more."""
+        """An upper bound of how many groups could begin now."""
         if probing:
             return len(self._heap) or any(True for _ in self._fresh())
         return len(self._heap) + len(self._waiting[Wait.QUARANTINE])
@@ -170,7 +170,7 @@ class Strands:
 
     # ----------------------------------------------------------------------------------------------------- what follows
     def end(self, held: InFlight) -> None:
-        """It is settled, given back, or no longer ours."""
+        """Remove a delivery that is settled, given back, or no longer owned by this process."""
         strand = held.strand
         strand.line.remove(held)
         held.delivery.epoch.waiting -= strand.waits is not None
@@ -191,8 +191,8 @@ class Strands:
                 del self._of_order[strand.order]
 
     def put_back(self, strand: Strand) -> None:
-        """Its lane, or its round, has left something of it, which has its place again; but what waits for a rival goes
-        on waiting for it, since nothing has decided it."""
+        """Give a strand that is not finished back its place. A strand that waits for a rival goes on waiting for it,
+        because it has not been decided."""
         self._leave(strand)
         if strand.waits is Wait.RIVAL:
             self._queue_last(strand)
@@ -200,7 +200,7 @@ class Strands:
             self._queue(strand, strand.line[0].number)
 
     def rest(self, strand: Strand, now: float) -> None:
-        """Its first one is tried again when it is due, and what is behind it waits with it."""
+        """Let a strand wait until its first delivery is due for its next attempt."""
         self._wait(strand, Wait.RETRY, now)
         first = strand.line[0]
         strand.due, strand.bytes = first.due, held_size(first.work.message)
@@ -209,12 +209,12 @@ class Strands:
 
     @property
     def full(self) -> bool:
-        """Whether no more may wait for their next attempt."""
+        """Whether no more strands may wait for their next attempt."""
         return len(self._waiting[Wait.RETRY]) >= self._room or self._bytes >= _MOST_BYTES
 
     @property
     def retries(self) -> int:
-        """How many strands do."""
+        """How many strands wait for their next attempt."""
         return len(self._waiting[Wait.RETRY])
 
     def _wait(self, strand: Strand, wait: Wait, now: float) -> None:
@@ -227,7 +227,7 @@ class Strands:
                 held.delivery.epoch.waiting += 1
 
     def _go_on(self, strand: Strand) -> None:
-        """It waits no longer."""
+        """End the waiting of a strand."""
         if strand.waits is None:
             return
         del self._waiting[strand.waits][strand]
@@ -238,7 +238,7 @@ class Strands:
         strand.waits, strand.bytes = None, 0
 
     def _leave(self, strand: Strand) -> None:
-        """Nobody has it."""
+        """Mark a strand as held by no lane and no round."""
         if strand.taken:
             self.quarantine.trying -= strand.permitted
             strand.taken = strand.permitted = False
@@ -255,12 +255,13 @@ class Strands:
 
     @property
     def next_due(self) -> float:
-        """When the first retry is."""
+        """When the first retry is due."""
         return self._later[0][0] if self._later else math.inf
 
     # ------------------------------------------------------------------------------------------------------ rivals (D5)
     def await_rival(self, held: InFlight, now: float) -> bool:
-        """It gives up its order, and so do later ones of its key. False if there is no room for its source."""
+        """Let a delivery wait for a rival. It gives up its order, and so do later deliveries of its key. False if the
+        room of its source is full."""
         strand, source = held.strand, held.delivery.message.source
         if strand.waits is not Wait.RIVAL:
             if sum(each.delivery.message.source == source for each in self.rivals) >= self._room:
@@ -283,7 +284,7 @@ class Strands:
         return alone
 
     def round(self, now: float) -> list[InFlight]:
-        """All that wait for a rival. `claim_again` gives back what is undecided of them."""
+        """Take all deliveries that wait for a rival, to read their records. Call `claim_again` with them afterwards."""
         self._in_vain = 0 if self._one_left else self._in_vain + 1
         self._one_left = False
         self.round_at = now + backoff(self._in_vain + 1, first=_FIRST, cap=_LAST)
@@ -297,8 +298,8 @@ class Strands:
         return asked
 
     def claim_again(self, asked: Iterable[InFlight], *, probing: bool = False) -> None:
-        """What is undecided of them can run, behind all that is ready; one alone while the handler is probed, so that
-        they do not take the turns of those that have not failed."""
+        """Let lanes claim those of a round's deliveries that are still undecided, after all strands that are ready now.
+        While the handler is probed only one: each claim takes the turn of a message that has not failed."""
         undecided = [strand for strand in dict.fromkeys(held.strand for held in asked) if strand.line and strand.taken]
         for strand in undecided:
             self._leave(strand)
@@ -307,7 +308,7 @@ class Strands:
 
     @property
     def rivals(self) -> Sequence[InFlight]:
-        """Those that wait for one."""
+        """The deliveries that wait for a rival."""
         return [held for strand in self._waiting[Wait.RIVAL] for held in strand.line]
 
     def oldest(self, now: float) -> float:
@@ -317,8 +318,8 @@ class Strands:
 
     # ------------------------------------------------------------------------------------------------- quarantine (D17)
     def next_ready(self, now: float, probing: bool) -> Strand | None:
-        """What is next, once all that comes first, and is to wait for others, is in quarantine. There is always room
-        there: the bound is what its source may have in hand."""
+        """The next strand that may run. Strands before it that belong in quarantine are moved there. Quarantine has no
+        bound of its own: its source limits how many deliveries are in flight."""
         while (strand := self._peek()) is not None and self.quarantine.keeps(strand, probing=probing):
             self._unqueue()
             if not self._waiting[Wait.QUARANTINE]:
@@ -333,7 +334,7 @@ class Strands:
                 yield strand
 
     def _fresh(self) -> Iterator[Strand]:
-        """Those that are there for their tenant, and have not failed themselves."""
+        """The strands that are in quarantine because of their tenant, and have not failed themselves."""
         return (strand for strand in self._quarantined() if not self.quarantine.failed(strand))
 
     def _let_go(self, strand: Strand | None, *, permitted: bool) -> Strand | None:
@@ -343,8 +344,8 @@ class Strands:
         return strand
 
     def let_out(self, now: float, *, probing: bool) -> None:
-        """All that is in quarantine, once its handler works again; until then the first one that has failed, in its
-        time."""
+        """Release all strands from quarantine once the handler works again. Until then release one that has failed,
+        each time one is due."""
         if not self.quarantine.opens(now, probing=probing):
             return
         out = (strand for strand in self._quarantined() if not probing or self.quarantine.failed(strand))
@@ -354,8 +355,8 @@ class Strands:
 
     # ------------------------------------------------------------------------------------------ what is known, and ends
     def _still_ours(self, strand: Strand) -> bool:
-        """Whether anything of it is. What its broker has taken back is forgotten (D10) unless a lane, or a round, has
-        it, and what waited for that goes on."""
+        """Whether this process still owns a delivery of the strand. Deliveries that the broker has taken back are
+        forgotten (D10) unless a lane or a round holds the strand, and the deliveries behind them go on."""
         if strand.taken:
             return True
         first = strand.line[0] if strand.line else None
@@ -368,7 +369,7 @@ class Strands:
         return bool(strand.line)
 
     def sweep(self) -> None:
-        """Forget all that is not ours any more."""
+        """Forget all deliveries that this process no longer owns."""
         for strand in [*self._all]:
             self._still_ours(strand)
 
@@ -377,27 +378,28 @@ class Strands:
 
     @property
     def keys(self) -> set[bytes]:
-        """Of all that is here, but for what only waits for a rival."""
+        """The keys of all deliveries, except those that only wait for a rival."""
         return {held.key for strand in self._all for held in strand.line if held.key and not _only_waits(held)}
 
     @property
     def resting(self) -> tuple[int, float | None]:
-        """How many deliveries wait for a time, and when the first of them may run."""
+        """How many deliveries wait for a point in time, and when the first of them may run."""
         retries, quarantine = self._waiting[Wait.RETRY], self._waiting[Wait.QUARANTINE]
         dues = [*(strand.due for strand in retries), *(self.quarantine.next_out for _ in quarantine)]
         return sum(len(strand.line) for strand in (*retries, *quarantine)), min(dues, default=None)
 
     @property
     def about_to_begin(self) -> Iterator[InFlight]:
-        """All that waits for nothing but a lane."""
+        """The deliveries that wait only for a lane."""
         return (held for strand in self._all if strand.waits is None for held in strand.line if not held.running)
 
     def beyond(self, each: int) -> int:
-        """How many deliveries a lane finds behind the first `each` of a strand, so that no other lane can run them."""
+        """How many deliveries are behind the first `each` of their strand, so that no other lane can run them."""
         return sum(max(0, len(strand.line) - each) for strand in self._long if strand.waits is None)
 
     def give_back(self) -> list[InFlight]:
-        """Take out what is about to begin, each strand as far as all of that goes back at no cost (O14)."""
+        """Remove the deliveries that wait only for a lane, of each strand in which all of them can be returned at no
+        cost (O14)."""
         back: list[InFlight] = []
         for strand in [each for each in self._all if each.waits is None]:
             waiting = [held for held in strand.line if not held.running]
@@ -408,7 +410,7 @@ class Strands:
         return back
 
     def clear(self) -> list[InFlight]:
-        """Take out everything."""
+        """Remove all deliveries."""
         everything = [held for strand in self._all for held in strand.line]
         for held in everything:
             self.end(held)
