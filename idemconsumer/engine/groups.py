@@ -238,11 +238,13 @@ class Groups:
                             raise Cut(index + 1)
                 handled = now()
                 self._at(Point.SEALING, name, keys)
-                begun = [work.key for work in group if work.attempts or work.suspicion is Suspicion.MARKED]
-                ended = [key for key in begun if verdicts[key] is not Verdict.BUSY]
+                ended = [key for key in keys if verdicts[key] is not Verdict.BUSY]  # a busy one has not run
+                begun = {work.key for work in group if work.attempts or work.suspicion is Suspicion.MARKED}
                 failed = None if behind is None else (behind.claim, behind.error)
                 logged = self._deliveries.applied([group[index] for index in new])
-                attempts = await claims.complete(list(results.items()), ended, failed=failed, logged=logged)
+                attempts = await claims.complete(
+                    list(results.items()), [key for key in ended if key in begun], failed=failed, logged=logged
+                )
                 seconds = handled - began + self._sizes.beyond_commit(now() - handled)
             except RunEagerly as unforeseen:
                 raise _eagerly(group, new, unforeseen, claims) from unforeseen
@@ -255,9 +257,10 @@ class Groups:
         self._sizes.committed(handler, len(new), seconds, now(), len(group) - len(new))
         self._sizes.repeated(handler, 0 if new else len(group))
         if new:
-            self._endings.failing.succeeded(Subject.handler(handler), keys, (work.tenant for work in group))
-        self._endings.contended.ended(*keys)
-        self._lost_connections.ended(*keys)
+            tenants = (group[index].tenant for index in new)
+            self._endings.failing.succeeded(Subject.handler(handler), ended, tenants)
+        self._endings.contended.ended(*ended)
+        self._lost_connections.ended(*ended)
         outcomes = []
         for work in group:
             if verdicts[work.key] is not Verdict.RUN:

@@ -11,6 +11,7 @@ from idemconsumer import Tx, idempotent_handler
 from idemconsumer.engine import evidence
 from idemconsumer.engine.engine import Engine
 from idemconsumer.rules.verdicts import contention_pause
+from idemconsumer.stores.joined import PostgresStore
 from tests.support.collisions import a_lock_is_taken, collide
 from tests.support.ledger import SOURCE, Ledger, kinds, to_the_end, works, write
 
@@ -82,6 +83,21 @@ async def test_an_hour_is_one_of_nothing_but_collisions(
             ledger.clear()  # its record is pruned, and it comes once more
         reasons.append((await engine.process(*works(act, 1))).reason)
     assert (reasons[0], reasons[2], ledger.letters) == ("contention", "contention", [])
+
+
+async def test_an_hour_goes_on_while_another_worker_holds_the_key(
+    ledger: Ledger, store: PostgresStore, clock: Clock
+) -> None:
+    """A message that was busy has not run, whatever was committed beside it."""
+    engine, (bad,) = Engine(store), works(hit, "bad")
+    assert bad.call is not None
+    with a_lock_is_taken(ledger.dsn):
+        assert (await engine.process(bad)).reason == "contention"
+        clock.now = HOUR
+        async with store.transaction(group=1) as rival:
+            await rival.claim([bad.call.claim])
+            assert kinds(await engine.run([*works(hit, "good"), bad], defer=True)) == ["applied", "busy"]
+        assert (await engine.process(bad)).reason == "contended"
 
 
 def test_pauses_are_short_at_first_and_grow_to_half_a_minute() -> None:

@@ -12,6 +12,7 @@ from psycopg.rows import dict_row
 
 from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
 from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.failing import Subject
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
 from idemconsumer.stores.claims import PostgresClaims
@@ -256,6 +257,25 @@ async def test_a_busy_key_in_the_middle_ends_the_group_before_it(ledger: Ledger,
         outcomes = await engine.run(works(pay, 4, "held", 5, "held"), defer=True)
         assert kinds(outcomes) == ["applied", "busy", "applied", "busy"]
     assert ledger.effects == ["1", "2", "4", "5"]
+
+
+async def test_a_busy_message_has_not_succeeded_with_its_group(ledger: Ledger, store: PostgresStore) -> None:
+    """Nor has its tenant: what is known of their failures is still known (D17)."""
+
+    @idempotent_handler(SOURCE, key="id", tenant="tenant", max_attempts=5)
+    async def act(order: dict[str, Any], tx: Tx) -> None:
+        if order["id"] == "bad":
+            raise ValueError
+
+    bound, engine = act.plan.bind("shop"), Engine(store, watched=True)
+    good, bad, again = (work(bound, message(id, tenant=id)) for id in ("good", "bad", "bad"))
+    assert kinds(await engine.run([bad])) == ["retrying"]
+    assert again.call is not None
+    async with store.transaction(group=1) as rival:
+        await rival.claim([again.call.claim])
+        assert kinds(await engine.run([good, again], defer=True)) == ["applied", "busy"]
+    assert engine.endings.failing.has_failed(Subject.handler(bound), again.identity)
+    assert [engine.failed_beside(each) for each in (good, again)] == [0, 1]
 
 
 async def test_handlers_of_one_group_share_now_and_those_of_size_one_do_not(ledger: Ledger, engine: Engine) -> None:

@@ -23,7 +23,8 @@ from idemconsumer.engine.evidence import LostConnections
 from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import ConnectionLost, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
-from idemconsumer.rules.values import Outcome, OutcomeKind
+from idemconsumer.rules.claim import Claim
+from idemconsumer.rules.values import Mark, Outcome, OutcomeKind
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, works, write
 from tests.support.servers.made import PrivatePostgres
@@ -176,6 +177,32 @@ async def test_an_item_of_a_batch_is_found(ledger: Ledger, engine: Engine, act: 
     assert kinds(outcomes)[2:] == ["dead", "applied"]
     assert lane.outages == 3 + 2, "no other item is taken for it"
     assert (ledger.effects, ledger.letters) == (["a", "b", "c"], [("lost_connection", 1)])
+
+
+async def test_while_another_session_holds_its_key_it_has_not_run(
+    ledger: Ledger, store: PostgresStore, engine: Engine
+) -> None:
+    """As the session does that the message has closed, until the server notices."""
+    (bad,), seen, outages = works(Losing(closes_it, wait=0).handler, "bad"), list[str](), 0
+    assert bad.call is not None
+
+    async def until_another_holds_it(claim: Claim) -> None:
+        held = False
+        while not held:
+            async with store.transaction(group=1) as another:
+                if held := await another.claim([claim]) != [Mark.BUSY]:  # else its own session still does
+                    seen.extend(kinds(await engine.run([bad])))
+
+    async with asyncio.timeout(3 * PATIENCE):
+        while "dead" not in seen:
+            try:
+                seen += kinds(await engine.run([bad]))
+            except StoreUnavailable:
+                outages += 1
+                assert outages < 100, "it is tried for ever"
+                await until_another_holds_it(bad.call.claim)
+    assert seen.count("busy") >= 2
+    assert (outages, ledger.letters) == (3 + 2, [("lost_connection", 1)])
 
 
 async def test_three_in_a_row_are_three_in_a_row(ledger: Ledger, engine: Engine) -> None:
