@@ -24,6 +24,7 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.sql.connecting import OwnCursor
+from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.leased_saga import DueLook, LeasedSaga
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.worker.worker import Worker
@@ -349,14 +350,15 @@ async def test_a_process_with_nothing_to_do_sends_one_statement_a_look(
     own = [key for key, _ in await one.leases.own()]
     session = await due_sagas(one, FreeLanes(1, lambda: own))
 
-    def counted(execute: Any) -> Any:
-        async def counting(cursor: OwnCursor, query: bytes, *args: Any, **more: Any) -> Any:
-            sent.append(query.decode().split()[0])
-            return await execute(cursor, query, *args, **more)
+    def counted(send: Any) -> Any:
+        def counting(self: object, statement: bytes, *args: Any, **more: Any) -> Any:
+            sent.append(statement.decode().split()[0])
+            return send(self, statement, *args, **more)
 
         return counting
 
     monkeypatch.setattr(OwnCursor, "execute", counted(OwnCursor.execute))
+    monkeypatch.setattr(Connection, "_simple", counted(Connection._simple))  # several in one message
     for _ in range(3):
         assert await session.fetch() == []
     assert sent == ["with"] * 3
