@@ -20,6 +20,7 @@ import aio_pika
 import psycopg
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
+from uv import find_uv_bin
 
 from idemconsumer.embedded.postgres import free_port
 from idemconsumer.process.child import Exit
@@ -61,7 +62,8 @@ def built(root: Path) -> Image:
     made = instructions()
     last = max(n for n, (word, _) in enumerate(made) if word == "FROM")
     image, building = Image(root, {}, str(root), [], []), dict(os.environ)
-    building["PATH"] = f"{Path(sys.executable).resolve().parent}:{building['PATH']}"
+    building["PATH"] = ":".join(str(Path(each).parent) for each in (find_uv_bin(), Path(sys.executable).resolve()))
+    building["PATH"] += f":{os.environ['PATH']}"
     for n, (word, rest) in enumerate(made):
         folder, environment = Path(image.folder), building if n < last else image.environment
         match word:
@@ -92,8 +94,6 @@ def built(root: Path) -> Image:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
-    if shutil.which("uv") is None:
-        pytest.skip("uv is not installed")
     return built(tmp_path_factory.mktemp("image"))
 
 
