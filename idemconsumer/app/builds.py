@@ -21,9 +21,9 @@ def build_of(handlers: Iterable[Handler[..., Any]]) -> str:
     """
     roots = {handler.__module__.partition(".")[0] for handler in handlers}
     found = sha256()
-    for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if name.partition(".")[0] in roots and file is not None:
+    loaded = sys.modules.copy()  # in one step, since another thread may import a module meanwhile
+    for name in sorted(loaded):
+        if name.partition(".")[0] in roots and (file := getattr(loaded[name], "__file__", None)) is not None:
             with suppress(OSError):
                 found.update(name.encode() + b"\0" + Path(file).read_bytes())
     return found.hexdigest()[:_DIGITS]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from idemconsumer import App, OutcomeKind, Reject, Saga, idempotent_handler
 from idemconsumer.admin.saga_admin import SagaAdmin
+from idemconsumer.app import builds
 from idemconsumer.app.builds import build_of
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
@@ -278,6 +282,33 @@ def test_a_build_is_the_source_of_the_modules_of_its_handlers(tmp_path: Path, mo
     assert build_of([]) != first
     (tmp_path / "shopping/steps.py").write_text("PRICE = 2")
     assert build_of(handlers) != first
+
+
+class Growing(dict[str, ModuleType]):
+    """Another thread imports a module at each look."""
+
+    def __iter__(self) -> Iterator[str]:
+        for name in super().__iter__():
+            self[f"imported {len(self)}"] = ModuleType("late")
+            yield name
+
+    def items(self) -> Any:
+        return ((name, self[name]) for name in self)
+
+
+class Lazy(ModuleType):
+    """As a module whose names are imported when they are looked up, and of which one is missing."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise ImportError(name)
+
+
+def test_a_build_is_found_whatever_other_modules_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = [idempotent_handler("memory:orders", key="id")(before_it)]
+    modules = Growing(sys.modules | {"lazy": Lazy("lazy")})
+    expected = build_of(handlers)
+    monkeypatch.setattr(builds, "sys", SimpleNamespace(modules=modules))
+    assert build_of(handlers) == expected
 
 
 @pytest.mark.parametrize("given", [None, "4f2a"])
