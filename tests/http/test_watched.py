@@ -159,5 +159,5 @@ def test_what_is_no_registry_is_refused_with_one_that_is(given: object) -> None:
 def test_the_pages_name_each_outcome() -> None:
     docs = Path(__file__).parents[2] / "docs"
     row = (docs / "operations.md").read_text("utf-8").partition(f"`{NAME}` counts by outcome")[2].partition("\n\n")[0]
-    problems = (docs / "http.md").read_text("utf-8").partition("## What the door answers")[2].partition("\n## ")[0]
+    problems = (docs / "http.md").read_text("utf-8").partition("## Error responses")[2].partition("\n## ")[0]
     assert [outcome for outcome in OUTCOMES if f"`{outcome}`" not in row + problems] == []
