@@ -10,13 +10,12 @@ from idemconsumer.handlers.handler import FingerprintOf, HandlerPlan, OrderOf, S
 from idemconsumer.handlers.options import RAW_BYTES, Options, Resolved, check_known, check_pauses, resolve
 from idemconsumer.handlers.signature import Signature, read_signature, returned
 from idemconsumer.message import codecs, extraction, keys, models
-from idemconsumer.message import reply_address as replies
 from idemconsumer.message.decoders import DecodeHook, hooked, is_async, takes
 from idemconsumer.message.envelopes import ENVELOPES, Unwrap, unwrapper
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
 from idemconsumer.message.paths import ByAttribute
-from idemconsumer.message.sources import BadSource, consumes, split_source
+from idemconsumer.message.sources import REMOTE, BadSource, consumes, split_source
 
 
 def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec, given: Options) -> HandlerPlan:
@@ -200,7 +199,7 @@ def _check_reply(handler: str, sources: tuple[str, ...], options: Resolved, *, l
             "it has `reply`, but its delivery is settled before the saga ends",
             'write settle="finished", which keeps the request until its end; or publish the answer in a step',
         )
-    if not any(source.partition(":")[0] in (*replies.SCHEMES, "memory") for source in sources):
+    if not any(source.partition(":")[0] in (*REMOTE, "memory") for source in sources):
         raise HandlerError(
             handler,
             f"`reply` is set, and no message of {', '.join(sources)} can ask for an answer",

@@ -19,9 +19,6 @@ OUTCOME: Final = "idemconsumer-outcome"
 MESSAGE_ID: Final = "idemconsumer-message-id"
 CONTENT_TYPE: Final = "content-type"
 
-SCHEMES: Final = ("kafka", "rabbitmq", "sqs")
-"""The brokers whose messages can ask for an answer."""
-
 
 @dataclass(frozen=True, slots=True)
 class Address:

@@ -10,7 +10,10 @@ from typing import Final
 from idemconsumer.message.queues import queue_address
 from idemconsumer.redaction import redact
 
-SCHEMES: Final = ("kafka", "rabbitmq", "sqs", "postgres", "memory")
+# Brokers with servers of their own: the outbox relays to them, and their messages may ask for a reply. The function
+# `publish` in migrations/0002 names them too.
+REMOTE: Final = ("kafka", "rabbitmq", "sqs")
+SCHEMES: Final = (*REMOTE, "postgres", "memory")
 MAX_QUEUE_NAME: Final = 255  # bytes, in AMQP
 _PATTERN: Final = re.compile(r"kafka:/(.+)/", re.DOTALL)  # no topic's name has a slash
 _UNUSABLE: Final = re.compile("[\0\ud800-\udfff]")  # AMQP takes no surrogates, Postgres no NUL

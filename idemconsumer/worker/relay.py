@@ -13,6 +13,7 @@ from idemconsumer.brokers.queue_front import Line, LowWater
 from idemconsumer.duty import Duty
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
 from idemconsumer.logs import log
+from idemconsumer.message.sources import REMOTE
 from idemconsumer.observe.counts import Counts
 from idemconsumer.ports.broker import Broker
 from idemconsumer.ports.observer import Point
@@ -24,7 +25,6 @@ from idemconsumer.user_code.cancellation import end
 from idemconsumer.worker.outgoing import OutgoingLane
 from idemconsumer.worker.relay_connections import Connections
 
-SCHEMES: Final = ("kafka", "rabbitmq", "sqs")
 _SOONEST: Final = 0.02  # seconds between two queries
 _DESTINATIONS: Final = 1_000  # destinations with a due message that one query returns
 
@@ -32,7 +32,7 @@ _DESTINATIONS: Final = 1_000  # destinations with a due message that one query r
 def reachable(settings: Settings, used: Collection[str], forwarding: Collection[str]) -> list[str]:
     """The schemes that a worker relays to: those whose address it has; SQS, which needs no address, if it is `used`;
     and those to which its dead letters are forwarded, whatever the broker."""
-    known = [each for each in SCHEMES if getattr(settings, each) is not None or (each == "sqs" and each in used)]
+    known = [each for each in REMOTE if getattr(settings, each) is not None or (each == "sqs" and each in used)]
     return [*known, *sorted({*forwarding} - {*known})]
 
 
