@@ -97,8 +97,8 @@ def note(line: str) -> None:
         notes.write(f"{line}\n")
 
 
-def nothing() -> int:
-    return os.getpid()
+def nothing() -> None:
+    return
 
 
 @app.idempotent_handler(os.environ["FORK_SOURCE"], key="id", timeout="50s", group_size=1)
@@ -116,8 +116,8 @@ async def work(work: Work, tx: Tx) -> str | None:
         case "pool":
             if not NOTES.exists():
                 pool = ProcessPoolExecutor(2, multiprocessing.get_context("fork"))
-                children = [pool.submit(nothing), pool.submit(nothing)]
-                its = [await asyncio.wrap_future(each) for each in children]
+                await asyncio.gather(*(asyncio.wrap_future(pool.submit(nothing)) for _ in range(2)))
+                its = [child.pid for child in multiprocessing.active_children()]  # one may have done it all
                 NOTES.with_suffix(".new").write_text(json.dumps({"worker": os.getpid(), "children": its}))
                 NOTES.with_suffix(".new").rename(NOTES)
                 await asyncio.sleep(3600.0)
